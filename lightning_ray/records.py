@@ -47,13 +47,19 @@ class Outcome(StrEnum):
     """How an attempt ended."""
 
     COMPLETED = "completed"  # the harness exited with status 0
-    HARNESS_ERROR = "harness_error"  # the harness exited with another status, after calling the model
+    HARNESS_ERROR = (
+        "harness_error"  # the harness exited with another status, after calling the model
+    )
     TIMEOUT = "timeout"  # the harness was still running at its time limit
     OUT_OF_MEMORY = "out_of_memory"  # the harness or its tools passed the memory limit
     OUTPUT_LIMIT = "output_limit"  # the harness wrote more than it may
-    LAUNCH_FAULT = "launch_fault"  # workspace or process could not be made, or it never called the model
+    LAUNCH_FAULT = (
+        "launch_fault"  # workspace or process could not be made, or it never called the model
+    )
     GATEWAY_FAULT = "gateway_fault"  # the gateway answered one of its calls with a 5xx at the end
-    GRADER_FAULT = "grader_fault"  # no valid reward came: missing, not a number, or the grader failed
+    GRADER_FAULT = (
+        "grader_fault"  # no valid reward came: missing, not a number, or the grader failed
+    )
     NODE_LOST = "node_lost"  # the machine or Ray worker that ran the harness went away
     CANCELLED = "cancelled"  # somebody asked for it
 
