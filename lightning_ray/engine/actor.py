@@ -1,0 +1,256 @@
+"""One vLLM engine in a Ray actor.
+
+`generate` takes token ids and returns sampled token ids with the log-probabilities of the behaviour
+policy (temperature included) and the policy version that sampled them. `load_policy` puts new weights
+into the running engine. If the process dies, Ray starts the actor again and it comes back with the
+weights named by the policy file, not with the base model.
+
+Invariants: a generation is stamped with the version that was loaded when its tokens were sampled; the
+prefix cache is empty after a change of weights; the process never hosts the trainer (vLLM replaces
+`torch.set_num_threads` and reseeds).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_ray.config import RunConfig
+from lightning_ray.records import FinishReason, PolicyVersion, Span
+
+# Set in the engine's process before vLLM is imported. No telemetry, no hub, no forked tokenizers.
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+# vLLM's CPU worker runs in one process only with the in-process executor.
+_CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+class EngineStartError(RuntimeError):
+    """vLLM did not start; the message says why and which setting to change."""
+
+
+class EngineDead(RuntimeError):
+    """vLLM's core process is gone; the actor ends itself so that Ray starts it again."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one call sampled. `tokens` int32 and `logprobs` float32 (natural log) of equal length;
+    `cached_tokens` prompt tokens came from the prefix cache."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    spans: tuple[Span, ...]
+    finish_reason: FinishReason
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Weights on disk (safetensors, Hugging Face names) and the version they are."""
+
+    path: str
+    version: PolicyVersion
+
+    def write(self, pointer: Path) -> None:
+        """Makes `pointer` (the policy file) name these weights, atomically."""
+        temporary = pointer.with_suffix(".tmp")
+        temporary.write_text(
+            json.dumps(
+                {"path": self.path, "lineage": self.version.lineage, "step": self.version.step}
+            )
+        )
+        temporary.replace(pointer)
+
+    @staticmethod
+    def read(pointer: Path) -> Policy | None:
+        if not pointer.exists():
+            return None
+        data = json.loads(pointer.read_text())
+        return Policy(data["path"], PolicyVersion(data["lineage"], data["step"]))
+
+
+def environment(config: RunConfig, on_gpu: bool) -> dict[str, str]:
+    """Environment variables of an engine's process."""
+    if on_gpu:
+        return dict(_ENVIRONMENT)
+    return {
+        **_ENVIRONMENT,
+        **_CPU_ENVIRONMENT,
+        "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gib),
+        "OMP_NUM_THREADS": str(config.engine.threads),
+    }
+
+
+class EngineActor:
+    """See the module. `pointer` is the path of the policy file; without one the base model is served as
+    `base_version`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: str,
+        pointer: str,
+        base_version: PolicyVersion,
+        on_gpu: bool,
+    ) -> None:
+        self._config, self._model_dir, self._pointer = config, model_dir, Path(pointer)
+        self._version, self._on_gpu = base_version, on_gpu
+        self._llm: Any = None
+        self._starting = asyncio.Lock()
+        self._numbers = 0
+        self._running = 0
+
+    async def ready(self) -> PolicyVersion:
+        """Starts vLLM if it is not running; the version it serves.
+
+        Raises:
+            EngineStartError: the model does not fit, or vLLM refused it.
+        """
+        async with self._starting:
+            if self._llm is None:
+                self._llm = self._start()
+                policy = Policy.read(self._pointer)
+                if policy is not None:
+                    await self._load(policy, verify=False)
+        return self._version
+
+    async def generate(
+        self,
+        prompt: np.ndarray,
+        *,
+        temperature: float,
+        max_tokens: int,
+        stop: tuple[str, ...] = (),
+        seed: int | None = None,
+    ) -> Generation:
+        """Samples up to `max_tokens` tokens after `prompt` (int32 token ids).
+
+        Raises:
+            EngineDead: vLLM's core process is gone.
+            ValueError: vLLM refused the request.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        await self.ready()
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            stop=list(stop) or None,
+            seed=seed,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._numbers += 1
+        version, final = self._version, None
+        self._running += 1
+        try:
+            request = {"prompt_token_ids": prompt.tolist()}
+            async for output in self._llm.generate(request, params, request_id=f"g{self._numbers}"):
+                final = output
+        except EngineDeadError as error:
+            asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), signal.SIGKILL)
+            raise EngineDead(f"vLLM's core process died: {error}") from error
+        finally:
+            self._running -= 1
+        if final is None:
+            raise EngineDead("vLLM ended the generation without an output")
+        sampled = final.outputs[0]
+        return Generation(
+            tokens=np.array(sampled.token_ids, np.int32),
+            logprobs=np.array(
+                [
+                    at[token].logprob
+                    for at, token in zip(sampled.logprobs, sampled.token_ids, strict=True)
+                ],
+                np.float32,
+            ),
+            spans=(Span(version, len(sampled.token_ids)),),
+            finish_reason=FinishReason(sampled.finish_reason),
+            cached_tokens=final.num_cached_tokens or 0,
+        )
+
+    async def load_policy(self, policy: Policy, verify: bool) -> str | None:
+        """Loads new weights and stamps what is sampled from here on. Returns the checksum of the tensors
+        that were loaded if `verify`.
+
+        Raises:
+            RuntimeError: a generation is running; its tokens would belong to two policies.
+        """
+        await self.ready()
+        if self._running:
+            raise RuntimeError(
+                f"{self._running} generations are running; drain them before a weight sync"
+            )
+        return await self._load(policy, verify)
+
+    async def running(self) -> int:
+        """Generations in flight."""
+        return self._running
+
+    async def _load(self, policy: Policy, verify: bool) -> str | None:
+        digests = await self._llm.collective_rpc("load_policy", args=(policy.path, verify))
+        await self._llm.reset_prefix_cache()
+        self._version = policy.version
+        return digests[0]
+
+    def _start(self) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config = self._config
+        eager = config.engine.enforce_eager
+        arguments: dict[str, Any] = {
+            "model": self._model_dir,
+            "dtype": config.model.dtype,
+            "max_model_len": config.model.max_model_len,
+            "max_num_seqs": config.engine.max_num_seqs,
+            "tensor_parallel_size": config.engine.tensor_parallel,
+            "enforce_eager": (not self._on_gpu) if eager is None else eager,
+            "trust_remote_code": config.model.trust_remote_code,
+            "seed": config.run.seed,
+            "enable_prefix_caching": True,
+            # The behaviour policy: after temperature, not the raw distribution.
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": "lightning_ray.engine.worker_extension.WeightLoader",
+            "disable_log_stats": True,
+        }
+        if self._on_gpu:
+            arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
+            arguments["enable_sleep_mode"] = True
+        if config.engine.tensor_parallel == 1:
+            arguments["distributed_executor_backend"] = "uni"
+        try:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except Exception as error:
+            raise EngineStartError(_advice(error, config)) from error
+
+
+def _advice(error: Exception, config: RunConfig) -> str:
+    """vLLM's reason for not starting, and the setting that most likely helps."""
+    reason = str(error)
+    if "memory" in reason.lower() or "kv cache" in reason.lower():
+        setting = (
+            f"lower model.max_model_len (now {config.model.max_model_len}), or give the engine more memory: "
+            f"engine.cpu_kv_cache_gib (now {config.engine.cpu_kv_cache_gib}) on a CPU, "
+            f"engine.gpu_memory_utilization (now {config.engine.gpu_memory_utilization}) on a GPU"
+        )
+    elif "max_model_len" in reason or "max_position_embeddings" in reason:
+        setting = f"lower model.max_model_len (now {config.model.max_model_len})"
+    else:
+        setting = "check model.path, model.dtype and the engine section of the configuration"
+    return f"vLLM did not start: {reason.strip()}\nWhat to do: {setting}."

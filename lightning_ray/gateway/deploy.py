@@ -1,0 +1,119 @@
+"""Starts and stops the gateway on Ray Serve.
+
+Serve reads its settings from the environment of its own processes, so `environment` must be part of the
+Ray job's runtime environment before Serve starts. HAProxy's files and side ports are derived from the
+gateway's port: two clusters on one machine do not collide.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from lightning_ray.config import GatewaySection, RunConfig
+
+APPLICATION = "lightning_ray"
+# Requests one replica holds at a time: agents wait for the model, so this only guards memory.
+MOST_REQUESTS = 10_000
+# The longest model call: HAProxy must not give up before the harness does.
+PROXY_TIMEOUT_SECONDS = 3600
+
+
+class GatewayStartError(RuntimeError):
+    """The gateway did not start; the message says why and what to change."""
+
+
+def environment(gateway: GatewaySection) -> dict[str, str]:
+    """Environment variables that Serve's processes need."""
+    variables = {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Ray waits half a minute for load balancers outside; harnesses are gone when we stop.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    }
+    if not (gateway.haproxy and sys.platform == "linux"):
+        return variables
+    # Short, and not below TMPDIR: Ray adds a 56-character folder, a socket's path ends at 97.
+    folder = Path("/tmp") / f"lr-haproxy-{gateway.port}"
+    stats, metrics = free_port(), free_port()
+    return {
+        **variables,
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": str(PROXY_TIMEOUT_SECONDS),
+    }
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(gateway: GatewaySection) -> None:
+    """Raises `GatewayStartError` if the gateway's port is taken on this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((gateway.host, gateway.port))
+        except OSError as error:
+            raise GatewayStartError(
+                f"cannot listen on {gateway.host}:{gateway.port}: {error.strerror}. Stop what uses the port, "
+                "or choose another with gateway.port=PORT"
+            ) from error
+
+
+def start(config: RunConfig, model_dir: Path, engines: list[Any], store: Any) -> str:
+    """Starts the gateway; returns the base URL for harnesses (without a path).
+
+    Raises:
+        GatewayStartError: the port is taken, or another run has its gateway on this cluster.
+    """
+    from lightning_ray.gateway.app import GatewayDeployment
+
+    gateway = config.gateway
+    if APPLICATION in serve.status().applications:
+        raise GatewayStartError(
+            "another run has its gateway on this Ray cluster; stop that run, or use another cluster"
+        )
+    check_port(gateway)
+    serve.start(http_options={"host": gateway.host, "port": gateway.port})
+    deployment = serve.deployment(GatewayDeployment).options(
+        name="gateway",
+        num_replicas=gateway.replicas,
+        max_ongoing_requests=MOST_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
+        # Harnesses are gone when the gateway stops; nothing is left to drain.
+        graceful_shutdown_timeout_s=2,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.run(
+        deployment.bind(config, str(model_dir), engines, store),
+        name=APPLICATION,
+        route_prefix="/",
+        logging_config={"enable_access_log": False},
+    )
+    if gateway.advertise:
+        return gateway.advertise.rstrip("/")
+    host = gateway.host
+    if host in ("0.0.0.0", "::"):
+        host = ray.util.get_node_ip_address()
+    return f"http://{host}:{gateway.port}"
+
+
+def stop() -> None:
+    """Removes the gateway; Serve itself goes with it."""
+    serve.shutdown()
