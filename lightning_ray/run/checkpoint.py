@@ -1,0 +1,113 @@
+"""Checkpoints of a run: `checkpoints/step-00004/` with `state.json`, `trainer/` and `hf/`.
+
+A checkpoint is written under a temporary name, made durable, and renamed. Invariants: a folder without
+`.partial` in its name is whole; the best one is never pruned; the weights in it have the checksum that
+its state names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lightning_ray.records import PolicyVersion
+from lightning_ray.run.cycle import Phase, Position
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run resumes from. `position` is what comes next; `checksum` is that of the exported weights;
+    `consumed` are the ids of the groups that this lineage of weights was trained on in its last step."""
+
+    position: Position
+    version: PolicyVersion
+    checksum: str
+    consumed: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> State:
+        data = json.loads(text)
+        position = Position(data["position"]["step"], Phase(data["position"]["phase"]))
+        return State(
+            position, PolicyVersion(**data["version"]), data["checksum"], tuple(data["consumed"])
+        )
+
+
+class Checkpoints:
+    """The checkpoints of the run in `run_dir`."""
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        self._root, self._keep = run_dir / "checkpoints", keep
+        self._root.mkdir(parents=True, exist_ok=True)
+        for left_over in self._root.glob("*.partial"):
+            shutil.rmtree(left_over)
+
+    def latest(self) -> tuple[Path, State] | None:
+        """The newest whole checkpoint and its state."""
+        folders = self._folders()
+        if not folders:
+            return None
+        return folders[-1], State.from_json((folders[-1] / "state.json").read_text())
+
+    def write(self, state: State, fill: Callable[[Path], None]) -> Path:
+        """Writes a checkpoint; `fill` puts everything but the state into the folder it is given."""
+        final = self._root / f"step-{state.position.step:05d}"
+        partial = final.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        fill(partial)
+        (partial / "state.json").write_text(state.to_json())
+        _fsync_tree(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _fsync(self._root)
+        self._prune()
+        return final
+
+    def mark_best(self, step: int, score: float) -> None:
+        """Keeps the checkpoint of `step` if its score is the best so far (a later one wins a tie)."""
+        best = self.best()
+        if best is None or score >= best[1]:
+            temporary = self._root / "best.tmp"
+            temporary.write_text(json.dumps({"step": step, "score": score}))
+            temporary.replace(self._root / "best.json")
+            self._prune()
+
+    def best(self) -> tuple[Path, float] | None:
+        """The best validated checkpoint and its score."""
+        pointer = self._root / "best.json"
+        if not pointer.exists():
+            return None
+        data = json.loads(pointer.read_text())
+        folder = self._root / f"step-{data['step']:05d}"
+        return (folder, data["score"]) if folder.exists() else None
+
+    def _folders(self) -> list[Path]:
+        return sorted(path.parent for path in self._root.glob("step-?????/state.json"))
+
+    def _prune(self) -> None:
+        best = self.best()
+        for folder in self._folders()[: -self._keep]:
+            if best is None or folder != best[0]:
+                shutil.rmtree(folder)
+
+
+def _fsync_tree(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        _fsync(path)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

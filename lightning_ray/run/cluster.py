@@ -1,0 +1,63 @@
+"""Connects to Ray: the cluster that RAY_ADDRESS names, or a local one that ends with the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+
+import ray
+
+from lightning_ray.config import RunConfig
+from lightning_ray.gateway import deploy
+from lightning_ray.placement import Device, plan
+
+# Bytes of the object store of a local Ray: weights travel through files, only calls through the store.
+LOCAL_OBJECT_STORE_BYTES = 256 << 20
+# Ray warns of ever-changing internals on stderr; a run's own messages would drown in it.
+_QUIET = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def connect(config: RunConfig) -> None:
+    """Joins the cluster that `RAY_ADDRESS` names (`ray job submit` sets it) or starts a local one."""
+    quiet()
+    env = environment(config)
+    common = {
+        "runtime_env": {"env_vars": env},
+        "logging_level": "ERROR",
+        "log_to_driver": False,
+        "namespace": "lightning_ray",
+    }
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**common)
+    else:
+        # Logical CPUs: at least what the bundles and all harnesses ask for. They mostly wait for the
+        # model; rollout.concurrency is what bounds them on one machine.
+        asked = sum(bundle["CPU"] for bundle in plan(config, Device.CPU))
+        asked += config.rollout.concurrency * config.rollout.cpus + 1
+        ray.init(
+            **common,
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, round(asked + 0.5)),
+            object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+        )
+
+
+def environment(config: RunConfig) -> Mapping[str, str]:
+    """Environment variables of every process of the run."""
+    return {**_QUIET, **deploy.environment(config.gateway)}
+
+
+def quiet() -> None:
+    """Keeps libraries from writing over the run's own messages."""
+    os.environ.update({**_QUIET, "RAY_USAGE_STATS_ENABLED": "0"})
+    warnings.filterwarnings("ignore")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)

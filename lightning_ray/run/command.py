@@ -1,0 +1,123 @@
+"""The command line of a training job.
+
+    python jobs/train_swe.py [CONFIG.yaml] [section.key=value ...] [--dry-run]
+
+Whatever a user can put right (configuration, a taken port, a full disk, a busy run directory) ends in
+one line on stderr and exit status 2; an interrupted run says how to resume and ends with 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from lightning_ray import config as configuration
+from lightning_ray.config import ConfigError, RunConfig
+
+ModelResolver = Callable[[str], Path]
+
+
+def parse(argv: Sequence[str], default: Path) -> tuple[RunConfig, bool]:
+    """The configuration, and whether this is a dry run.
+
+    Raises:
+        ConfigError: see `config.load`.
+    """
+    parser = argparse.ArgumentParser(
+        description="Trains a policy on the rollouts of an agent harness.",
+        epilog="docs/configuration.md lists every key.",
+    )
+    parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | section.key=value")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
+    options = parser.parse_args(argv)
+    files = [argument for argument in options.arguments if "=" not in argument]
+    if len(files) > 1:
+        raise ConfigError(f"one configuration file at most, not {', '.join(files)}")
+    overrides = [argument for argument in options.arguments if "=" in argument]
+    return configuration.load(files[0] if files else default, overrides), options.dry_run
+
+
+def main(default: Path, resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int:
+    """Runs a training job; returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        config, dry_run = parse(arguments, default)
+        if dry_run:
+            _dry_run(config)
+            return 0
+        return _train(config, resolve_model, " ".join(map(shlex.quote, [sys.argv[0], *arguments])))
+    except ConfigError as error:
+        return _fail(str(error))
+
+
+def _dry_run(config: RunConfig) -> None:
+    from lightning_ray.placement import Device, describe
+    from lightning_ray.rollouts import harness
+
+    harness.load(config.harness.recipe, config.harness.args, config.harness.env)
+    print(configuration.dump(config))
+    device = Device.CPU
+    try:
+        import torch
+
+        device = Device.GPU if torch.cuda.is_available() else Device.CPU
+    finally:
+        print(describe(config, device))
+
+
+def _train(config: RunConfig, resolve_model: ModelResolver, command: str) -> int:
+    from lightning_ray.run import cluster
+
+    cluster.quiet()
+    import ray
+
+    from lightning_ray.engine.actor import EngineStartError
+    from lightning_ray.gateway.deploy import GatewayStartError
+    from lightning_ray.placement import PlacementError
+    from lightning_ray.report.console import Console
+    from lightning_ray.run import ending
+    from lightning_ray.run.driver import Run
+    from lightning_ray.run.stack import RunError
+    from lightning_ray.store.rollouts import StoreError
+    from lightning_ray.trainer.trainer import TrainerDied
+
+    resume = f"python {command}"
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console(config.run.name)
+    try:
+        with console:
+            model_dir = resolve_model(config.model.path)
+            cluster.connect(config)
+            run = Run(config, model_dir, console)
+            results = run.execute()
+        ending.report(results, resume, console)
+        return 0
+    except KeyboardInterrupt:
+        console.print(f"interrupted; {config.run_dir} keeps what was done. Go on with: {resume}")
+        return 130
+    except (
+        EngineStartError,
+        GatewayStartError,
+        PlacementError,
+        RunError,
+        StoreError,
+        TrainerDied,
+        OSError,
+    ) as error:
+        return _fail(f"{error}\nGo on, once that is put right, with: {resume}")
+    finally:
+        ray.shutdown()
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,111 @@
+"""Tasks: where they come from and in which order they are trained on.
+
+Invariants: task ids are unique within a data set; the order depends only on the seed and the position,
+so a resumed run skips no task and repeats none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lightning_ray.config import ConfigError
+from lightning_ray.records import PolicyVersion, RolloutSpec, Split, Task
+
+
+def load_tasks(source: str, key: str) -> list[Task]:
+    """The tasks of `source`, a `module:function` or a JSONL file with `task_id`, `statement` and any
+    other fields. `key` is the configuration key it came from, for messages.
+
+    Raises:
+        ConfigError: there is no such source, or a row is not a task.
+    """
+    if Path(source).suffix in (".jsonl", ".json"):
+        tasks = _read_jsonl(Path(source), key)
+    else:
+        module, _, name = source.partition(":")
+        try:
+            tasks = list(getattr(importlib.import_module(module), name)())
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{key}={source}: {error}; give `module:function` or the path of a .jsonl file"
+            ) from error
+    if not tasks:
+        raise ConfigError(f"{key}={source} has no tasks")
+    seen: set[str] = set()
+    for task in tasks:
+        if task.task_id in seen:
+            raise ConfigError(f"{key}={source}: the task id {task.task_id!r} occurs twice")
+        seen.add(task.task_id)
+    return tasks
+
+
+def _read_jsonl(path: Path, key: str) -> list[Task]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
+    tasks = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            tasks.append(Task(str(row.pop("task_id")), str(row.pop("statement")), row))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: not a task ({error!r}); a row is a JSON object with "
+                "`task_id`, `statement` and any fields of your own"
+            ) from error
+    return tasks
+
+
+def order(count: int, seed: int, start: int, length: int) -> list[int]:
+    """Indices of the tasks at positions `start` to `start + length` of an endless pass over `count`
+    tasks, shuffled anew in every epoch.
+
+    >>> sorted(order(5, seed=0, start=5, length=5))
+    [0, 1, 2, 3, 4]
+    """
+    return [
+        int(np.random.default_rng((seed, position // count)).permutation(count)[position % count])
+        for position in range(start, start + length)
+    ]
+
+
+def training_specs(
+    tasks: Sequence[Task], step: int, version: PolicyVersion, groups: int, n: int, seed: int
+) -> list[RolloutSpec]:
+    """The rollouts of training step `step` (from 1). Their ids name the weights that will sample them, so
+    a restarted step finds what its lost predecessor finished, and a step after a rollback does not."""
+    specs = []
+    chosen = order(len(tasks), seed, (step - 1) * groups, groups)
+    for number, index in enumerate(chosen):
+        group = f"s{step:05d}-{version.lineage}-g{number:03d}"
+        specs += [
+            RolloutSpec(f"{group}-r{k:02d}", group, tasks[index], Split.TRAIN, step)
+            for k in range(n)
+        ]
+    return specs
+
+
+def validation_specs(
+    tasks: Sequence[Task], version: PolicyVersion, samples: int = 1
+) -> list[RolloutSpec]:
+    """`samples` rollouts of every validation task for the weights `version`."""
+    prefix = f"v{version.step:05d}-{version.lineage}"
+    return [
+        RolloutSpec(
+            f"{prefix}-t{i:04d}-r{k:02d}",
+            f"{prefix}-t{i:04d}",
+            task,
+            Split.VALIDATION,
+            version.step,
+        )
+        for i, task in enumerate(tasks)
+        for k in range(samples)
+    ]

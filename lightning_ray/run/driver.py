@@ -1,0 +1,275 @@
+"""The training run: does what the state machine of `cycle.py` says, phase after phase.
+
+Every phase is a method; between two phases nothing is held but the position, the policy version and the
+rollouts of the current step. Invariants: metrics of a step are written once; after `kill -9` the same
+command goes on at the last checkpoint with the same weights (their checksums are compared), and uses
+again what had finished since, if those weights sampled it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_ray.config import RunConfig, dump, load
+from lightning_ray.engine.actor import Policy
+from lightning_ray.metrics import MetricsLog
+from lightning_ray.placement import Bundles, reserve
+from lightning_ray.records import FinishedRollout, PolicyVersion, RolloutState, Task
+from lightning_ray.report.console import Console, View
+from lightning_ray.rollouts.lifecycle import ControllerStatus
+from lightning_ray.run import data, ending
+from lightning_ray.run.checkpoint import Checkpoints, State
+from lightning_ray.run.cycle import Phase, Plan, Position
+from lightning_ray.run.ending import Results
+from lightning_ray.run.stack import RunError, Stack
+from lightning_ray.samples import batch, dataset
+from lightning_ray.trainer.advantages import estimator
+from lightning_ray.trainer.trainer import Trainer
+
+
+class Run:
+    """One training run in `config.run_dir`, on the Ray cluster that the process is connected to."""
+
+    def __init__(self, config: RunConfig, model_dir: Path, console: Console) -> None:
+        self._config, self._model_dir, self._console = config, model_dir, console
+        self.run_dir = config.run_dir
+        self._train = data.load_tasks(config.task.train, "task.train")
+        self._validation: list[Task] = []
+        if config.task.validation:
+            self._validation = data.load_tasks(config.task.validation, "task.validation")
+        self._plan = Plan(
+            config.run.steps,
+            config.run.checkpoint_every,
+            config.run.validate_every,
+            bool(self._validation),
+        )
+        self._estimator = estimator(config.algorithm)
+        # Weights made by this process belong to a lineage of their own: after a rollback the same step
+        # number names other weights than before.
+        self._lineage = secrets.token_hex(3)
+        self._version = PolicyVersion(self._lineage, 0)
+        self._position = self._plan.first()
+        self._groups: list[FinishedRollout] = []
+        self._consumed: tuple[str, ...] = ()
+        self._checksum = ""
+        self._view = View(0, config.run.steps, "starting")
+        self._values: dict[str, float] = {}
+        self._step_seconds: list[float] = []
+        self._trainer: Trainer
+        self._stack: Stack
+        self._metrics: MetricsLog
+
+    def execute(self) -> Results:
+        """Runs to the end.
+
+        Raises:
+            RunError, TrainerDied, PlacementError, EngineStartError, GatewayStartError, StoreLocked: see
+                there; the run directory is whole and the same command goes on from it.
+        """
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        bundles: Bundles | None = None
+        self._stack = Stack(self._config, self._model_dir, self.run_dir)
+        try:
+            self._show("starting", note="store")
+            self._stack.open_store()
+            self._remember_config()
+            self._checkpoints = Checkpoints(self.run_dir, self._config.run.keep_checkpoints)
+            self._metrics = MetricsLog(self.run_dir, self._config)
+            self._show("starting", note="placement group")
+            bundles = reserve(self._config)
+            # The trainer first: vLLM measures the memory that is left when it starts.
+            self._show("starting", note="trainer")
+            self._trainer = Trainer(self._config, self._model_dir, bundles, self._config.run.steps)
+            self._restore()
+            self._show("starting", note="engine and gateway")
+            self._stack.start(bundles, self._version)
+            while self._position.phase is not Phase.DONE:
+                self._do(self._position)
+            return ending.keep_model(self.run_dir, self._checkpoints)
+        finally:
+            self._show("stopping")
+            self._stack.stop()
+            if bundles is not None:
+                bundles.remove()
+
+    def _do(self, position: Position) -> None:
+        started = time.monotonic()
+        phases = {
+            Phase.VALIDATE: self._validate,
+            Phase.COLLECT: self._collect,
+            Phase.UPDATE: self._update,
+            Phase.SYNC: self._sync,
+            Phase.CHECKPOINT: self._checkpoint,
+        }
+        self._show(position.phase)
+        phases[position.phase]()
+        self._values[f"seconds/{position.phase}"] = time.monotonic() - started
+        self._position = self._plan.following(position)
+        if self._position.phase in (Phase.COLLECT, Phase.DONE):
+            self._metrics.log(position.step, self._values)
+            self._step_seconds.append(
+                sum(v for k, v in self._values.items() if k.startswith("seconds/"))
+            )
+            self._values = {}
+
+    # -- phases ---------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        run = self._config.run
+        specs = data.training_specs(
+            self._train,
+            self._position.step + 1,
+            self._version,
+            run.groups_per_step,
+            self._config.rollout.n,
+            run.seed,
+        )
+        started = time.monotonic()
+        self._groups = self._stack.collect(specs, self._progress)
+        self._values |= self._rates(self._groups, time.monotonic() - started)
+        self._check_faults(self._groups)
+
+    def _update(self) -> None:
+        calls = self._stack.calls(self._groups)
+        made = batch.build(self._groups, calls, self._config, self._estimator)
+        dataset.write(made, self.run_dir, self._position.step + 1)
+        self._values |= made.statistics
+        self._values |= self._trainer.update(made.table)
+        self._consumed = tuple(sorted({r.spec.group_id for r in self._groups}))
+        self._version = PolicyVersion(self._lineage, self._position.step + 1)
+
+    def _sync(self) -> None:
+        path = self.run_dir / "policy" / f"step-{self._version.step:05d}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        self._checksum = self._trainer.export(path)
+        verify = self._config.engine.verify_sync
+        self._stack.load(Policy(str(path), self._version), self._checksum if verify else None)
+        for old in path.parent.glob("*.safetensors"):
+            if old != path:
+                old.unlink()
+
+    def _checkpoint(self) -> None:
+        state = State(
+            self._plan.following(self._position), self._version, self._checksum, self._consumed
+        )
+        self._checkpoints.write(state, self._fill_checkpoint)
+
+    def _fill_checkpoint(self, folder: Path) -> None:
+        (folder / "trainer").mkdir()
+        self._trainer.save(folder / "trainer")
+        self._trainer.save_hf(folder / "hf")
+
+    def _validate(self) -> None:
+        specs = data.validation_specs(self._validation, self._version)
+        rollouts = self._stack.collect(specs, self._progress)
+        self._check_faults(rollouts)
+        calls = self._stack.calls(rollouts)
+        score = ending.score(rollouts, calls)
+        self._values |= ending.score_metrics(score)
+        ending.write_transcripts(self.run_dir, self._model_dir, rollouts, calls)
+        if self._position.step > 0:
+            self._checkpoints.mark_best(self._position.step, score.solve_rate)
+        self._say(f"validation at step {self._position.step}: {score.solve_rate:.1%} solved")
+
+    # -- starting -------------------------------------------------------------------------------
+
+    def _remember_config(self) -> None:
+        path = self.run_dir / "config.yaml"
+        if path.exists() and (before := load(path).model.path) != self._config.model.path:
+            raise RunError(
+                f"{self.run_dir} holds a run of model.path={before}, not {self._config.model.path}; "
+                "choose another run.name, or delete that directory"
+            )
+        path.write_text(dump(self._config))
+
+    def _restore(self) -> None:
+        found = self._checkpoints.latest()
+        if found is None:
+            self._stack.pointer.unlink(missing_ok=True)
+            self._metrics.truncate(-1)
+            return
+        folder, state = found
+        self._trainer.load(folder / "trainer")
+        self._version, self._position = state.version, self._plan.resumed(state.position)
+        self._consumed = state.consumed
+        path = self.run_dir / "policy" / f"step-{self._version.step:05d}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        self._checksum = self._trainer.export(path)
+        if self._checksum != state.checksum:
+            raise RunError(
+                f"the weights in {folder} have the checksum {self._checksum}, but {state.checksum} was "
+                "written; delete that checkpoint to go on from the one before it"
+            )
+        Policy(str(path), self._version).write(self._stack.pointer)
+        self._metrics.truncate(self._version.step - (self._position.phase is Phase.VALIDATE))
+        self._say(f"resuming at step {self._version.step} from {folder}")
+
+    # -- numbers --------------------------------------------------------------------------------
+
+    def _check_faults(self, rollouts: Sequence[FinishedRollout]) -> None:
+        failed = [r for r in rollouts if r.state is not RolloutState.FINISHED]
+        self._values["rollouts/failed"] = len(failed)
+        if len(failed) <= self._config.run.max_infrastructure_faults * len(rollouts):
+            return
+        outcomes = ", ".join(
+            f"{n} x {o}" for o, n in Counter(r.outcome for r in failed).most_common()
+        )
+        raise RunError(
+            f"{len(failed)} of {len(rollouts)} rollouts were lost to infrastructure ({outcomes}); training "
+            f"on the rest would be training on noise. The last one, {failed[-1].spec.rollout_id}: "
+            f"{failed[-1].detail or failed[-1].outcome}. Logs are in {self.run_dir / 'rollouts'}; "
+            "run.max_infrastructure_faults sets the limit"
+        )
+
+    def _rates(self, rollouts: Sequence[FinishedRollout], seconds: float) -> dict[str, float]:
+        calls = [call for some in self._stack.calls(rollouts).values() for call in some]
+        count, sampled = max(len(calls), 1), sum(len(call.tokens) for call in calls)
+        finished = [r for r in rollouts if r.state is RolloutState.FINISHED]
+        return {
+            "rollouts/finished": len(finished),
+            "rate/rollouts_per_s": len(finished) / seconds,
+            "rate/tokens_per_s": sampled / seconds,
+            "length/sampled_tokens": sampled / count,
+            "length/prompt_tokens": sum(len(call.prompt) for call in calls) / count,
+            "reward/solve_rate": sum(bool(r.reward and r.reward.solved) for r in finished)
+            / max(len(finished), 1),
+        }
+
+    # -- console --------------------------------------------------------------------------------
+
+    def _progress(self, done: Sequence[FinishedRollout], status: ControllerStatus) -> None:
+        rewards = [r.reward for r in done if r.reward is not None]
+        self._view = replace(
+            self._view,
+            queued=status.queued,
+            running=status.running,
+            grading=status.grading,
+            finished=sum(r.state is RolloutState.FINISHED for r in done),
+            failed=sum(r.state is RolloutState.FAILED for r in done),
+            reward=sum(r.value for r in rewards) / len(rewards) if rewards else None,
+            solve_rate=sum(r.solved for r in rewards) / len(rewards) if rewards else None,
+        )
+        self._show(self._position.phase)
+
+    def _show(self, phase: str, note: str = "") -> None:
+        left = None
+        if self._step_seconds:
+            recent = self._step_seconds[-3:]
+            left = (self._config.run.steps - self._position.step) * sum(recent) / len(recent)
+        self._view = replace(
+            self._view,
+            step=self._position.step,
+            phase=phase,
+            tokens_per_s=self._values.get("rate/tokens_per_s", self._view.tokens_per_s),
+            seconds_left=left,
+            note=note,
+        )
+        self._console.update(self._view)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text)

@@ -1,0 +1,136 @@
+"""Everything that turns tasks into graded rollouts: store, engines, gateway, controller.
+
+`Stack.start` brings them up in the order in which they need each other; `collect` runs rollouts and
+returns them when all are in a final state. Invariants: a rollout that the store knows as finished is not
+run again; `stop` ends every harness before it ends what they talk to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from lightning_ray.config import RunConfig
+from lightning_ray.engine import actor as engine_actor
+from lightning_ray.engine.actor import Policy
+from lightning_ray.gateway import deploy
+from lightning_ray.placement import Bundles, Device
+from lightning_ray.records import Call, FinishedRollout, PolicyVersion, RolloutSpec
+from lightning_ray.rollouts import controller
+from lightning_ray.rollouts.lifecycle import ControllerStatus
+from lightning_ray.store import actor as store_actor
+
+# Seconds between two looks at the controller: how fresh the console is.
+POLL_SECONDS = 1.0
+# Model calls that one engine actor holds at a time; vLLM queues what it cannot decode yet.
+ENGINE_CONCURRENCY = 4096
+
+Progress = Callable[[Sequence[FinishedRollout], ControllerStatus], None]
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message says why and what to do."""
+
+
+class Stack:
+    """See the module. Made by `start`."""
+
+    def __init__(self, config: RunConfig, model_dir: Path, run_dir: Path) -> None:
+        self.config, self._model_dir, self._run_dir = config, model_dir, run_dir
+        self.pointer = run_dir / "policy.json"
+        self.store: Any = None
+        self.engines: list[Any] = []
+        self._controller: Any = None
+
+    def open_store(self) -> None:
+        """Opens the run's store and ends what a killed run left open.
+
+        Raises:
+            StoreLocked: another run uses this run directory.
+        """
+        self.store = store_actor.start(self._run_dir / "store")
+        ray.get(self.store.end_orphans.remote(time.time()))
+
+    def start(self, bundles: Bundles, version: PolicyVersion) -> None:
+        """Starts the engines (serving the policy file, or the base model as `version`), the gateway and
+        the controller.
+
+        Raises:
+            EngineStartError: vLLM refused the model.
+            GatewayStartError: the port is taken.
+        """
+        on_gpu = bundles.device is Device.GPU
+        for number in range(self.config.engine.count):
+            options = bundles.engine_options(number)
+            env = engine_actor.environment(self.config, on_gpu)
+            env |= options.pop("runtime_env", {}).get("env_vars", {})
+            actor = ray.remote(engine_actor.EngineActor).options(
+                **options,
+                max_restarts=-1,
+                max_concurrency=ENGINE_CONCURRENCY,
+                runtime_env={"env_vars": env},
+            )
+            self.engines.append(
+                actor.remote(self.config, str(self._model_dir), str(self.pointer), version, on_gpu)
+            )
+        ray.get([engine.ready.remote() for engine in self.engines])
+        url = deploy.start(self.config, self._model_dir, self.engines, self.store)
+        self._controller = controller.start(self.config, self.store, url)
+
+    def load(self, policy: Policy, checksum: str | None) -> None:
+        """Puts new weights into every engine; with a `checksum`, checks that they arrived whole."""
+        policy.write(self.pointer)
+        verify = checksum is not None
+        for digest in ray.get([e.load_policy.remote(policy, verify) for e in self.engines]):
+            if verify and digest != checksum:
+                raise RunError(
+                    f"an engine was handed weights with checksum {digest}, the trainer wrote {checksum}; "
+                    "the disk or memory is faulty"
+                )
+
+    def collect(self, specs: Sequence[RolloutSpec], progress: Progress) -> list[FinishedRollout]:
+        """Runs `specs` and returns each in a final state, in the order of `specs`.
+
+        Raises:
+            RunError: they did not finish within run.collect_timeout_s.
+        """
+        ids = [spec.rollout_id for spec in specs]
+        done = {f.spec.rollout_id: f for f in ray.get(self.store.finished.remote(ids))}
+        ray.get(self._controller.submit.remote([s for s in specs if s.rollout_id not in done]))
+        deadline = time.monotonic() + self.config.run.collect_timeout_s
+        while True:
+            status = ray.get(self._controller.status.remote())
+            progress(list(done.values()), status)
+            if len(done) == len(ids):
+                return [done[rollout_id] for rollout_id in ids]
+            if time.monotonic() > deadline:
+                missing = [rollout_id for rollout_id in ids if rollout_id not in done]
+                raise RunError(
+                    f"{len(missing)} of {len(ids)} rollouts did not finish within "
+                    f"run.collect_timeout_s={self.config.run.collect_timeout_s:g} s, among them {missing[0]} "
+                    f"({status.running} running, {status.grading} in grading, {status.queued} queued); "
+                    f"their logs are in {self._run_dir / 'rollouts'}"
+                )
+            for finished in ray.get(self._controller.next_finished.remote(POLL_SECONDS)):
+                if finished.spec.rollout_id in ids:
+                    done[finished.spec.rollout_id] = finished
+
+    def calls(self, rollouts: Sequence[FinishedRollout]) -> dict[str, list[Call]]:
+        """The calls of every attempt of `rollouts`, by attempt id."""
+        attempts = [f"{r.spec.rollout_id}-a{n}" for r in rollouts for n in range(r.attempts)]
+        found = ray.get([self.store.calls.remote(attempt) for attempt in attempts])
+        return dict(zip(attempts, found, strict=True))
+
+    def stop(self) -> None:
+        """Ends harnesses, gateway, engines and the store, in this order."""
+        if self._controller is not None:
+            ray.get(self._controller.shutdown.remote())
+            deploy.stop()
+        for engine in self.engines:
+            ray.kill(engine)
+        if self.store is not None:
+            ray.get(self.store.close.remote())
