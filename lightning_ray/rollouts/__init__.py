@@ -1,0 +1,1 @@
+"""Who runs the harnesses: the lifecycle of rollouts, their processes, recipes and grading."""

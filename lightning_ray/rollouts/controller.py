@@ -1,0 +1,245 @@
+"""The actor that runs rollouts: the lifecycle at work on a Ray cluster.
+
+`RolloutController` asks `Lifecycle` what to do and does it: an attempt is a Ray task on any node
+(`local.run_attempt`), its end is reported to the store, which says how its model calls went, and a
+second task grades it. Whoever wants the results polls `next_finished`.
+
+Invariants: a rollout is in its final state in the store before it is handed out, and is handed out
+once, in order; only the hash of an attempt's key leaves this actor, except to the attempt itself; a
+lost worker or node is an outcome, while a failure of the store or of this code is raised by the
+next `next_finished`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+
+from lightning_ray.config import RunConfig
+from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, RolloutSpec
+from lightning_ray.rollouts import harness
+from lightning_ray.rollouts.grading import Episode, GradeRequest, GraderFault, grade
+from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycle, Next, judge
+from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_attempt
+from lightning_ray.rollouts.process import Limits
+
+MODEL_NAME = "policy"  # what harnesses are told; the gateway serves one model and ignores the name
+_MAX_CONCURRENCY = 1000  # method calls at a time; a long poll must not hold up the others
+_SHUTDOWN_S = 30  # a cancelled harness is dead within a second; a node that hangs is not waited for
+
+_run_attempt = ray.remote(max_retries=0)(run_attempt)
+_grade = ray.remote(max_retries=0)(grade)
+
+
+def start(config: RunConfig, store: Any, gateway_url: str) -> Any:
+    """Starts the controller; returns its actor handle."""
+    actor = ray.remote(num_cpus=0, max_concurrency=_MAX_CONCURRENCY)(RolloutController)
+    return actor.remote(config, store, gateway_url)
+
+
+class RolloutController:
+    """Runs submitted rollouts against the gateway at `gateway_url`. `store` is the store's actor
+    handle.
+
+    Raises:
+        RecipeError: the configured harness recipe cannot be used.
+    """
+
+    def __init__(self, config: RunConfig, store: Any, gateway_url: str) -> None:
+        self._config = config
+        self._store = store
+        self._gateway_url = gateway_url.rstrip("/")
+        self._recipe = harness.load(config.harness.recipe, config.harness.args, config.harness.env)
+        self._life = Lifecycle(config.rollout.concurrency, config.rollout.retries)
+        self._options = {"num_cpus": config.rollout.cpus, "scheduling_strategy": "SPREAD"}
+        self._work: set[asyncio.Task[None]] = set()
+        self._refs: dict[str, Any] = {}  # attempt id -> the Ray task that works on it
+        self._stopped: set[str] = set()  # attempts that were cancelled and have not ended yet
+        self._ready: list[FinishedRollout] = []
+        self._news = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    async def submit(self, specs: list[RolloutSpec]) -> None:
+        """Queues rollouts; those that are known are left alone."""
+        attempts = await self._store.create_rollouts.remote(specs) or {}
+        for spec in specs:
+            self._life.submit(spec, time.time(), attempts.get(spec.rollout_id, 0))
+        self._start_more()
+
+    async def next_finished(self, wait_s: float) -> list[FinishedRollout]:
+        """Rollouts that reached a final state since the last call; waits for one, `wait_s` at
+        most."""
+        if not self._ready and self._failure is None:
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), wait_s)
+            except TimeoutError:
+                return []
+        if self._failure is not None:
+            raise self._failure
+        taken, self._ready = self._ready, []
+        return taken
+
+    async def status(self) -> ControllerStatus:
+        return self._life.status()
+
+    async def cancel(self, rollout_ids: list[str]) -> None:
+        """Ends rollouts that are not over; their harnesses are killed."""
+        self._stop(self._life.cancel(rollout_ids, time.time()))
+        await self._publish()
+
+    async def shutdown(self) -> None:
+        """Cancels everything and waits until the harnesses are dead."""
+        await self.cancel(self._life.live)
+        if self._work:
+            _, late = await asyncio.wait(self._work, timeout=_SHUTDOWN_S)
+            for task in late:
+                task.cancel()
+
+    # -- one attempt ----------------------------------------------------------------------------
+
+    def _start_more(self) -> None:
+        for attempt in self._life.start(time.time()):
+            task = asyncio.create_task(self._drive(attempt))
+            self._work.add(task)
+            task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._work.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
+            self._news.set()
+
+    async def _drive(self, attempt: Attempt) -> None:
+        """One attempt from its key to its reward."""
+        attempt_id = attempt.attempt_id
+        key = secrets.token_urlsafe(32)
+        key_hash = hashlib.sha256(key.encode()).hexdigest()
+        await self._store.start_attempt.remote(
+            attempt_id, attempt.spec.rollout_id, attempt.number, key_hash, time.time()
+        )
+        ended = await self._run(attempt, key)
+        summary = await self._store.end_attempt.remote(
+            attempt_id, ended.outcome, ended.detail, time.time()
+        )
+        outcome, detail = judge(ended.outcome, summary.calls, summary.last_fault), ended.detail
+        if outcome is not ended.outcome:
+            fault = f", last answer HTTP {summary.last_fault}" if summary.last_fault else ""
+            detail = f"{ended.outcome}, {detail}; {summary.calls} model calls{fault}"
+        leads_to = self._life.attempt_ended(attempt_id, outcome, detail, time.time())
+        self._start_more()
+        if leads_to is Next.GRADE:
+            verdict = await self._reward(attempt, outcome, detail, ended.result)
+            if isinstance(verdict, Reward):
+                self._life.graded(attempt_id, verdict, time.time())
+            else:
+                self._life.grader_failed(attempt_id, verdict.reason, time.time())
+                self._start_more()
+        self._stopped.discard(attempt_id)
+        await self._publish()
+
+    async def _run(self, attempt: Attempt, key: str) -> AttemptResult:
+        config = self._config
+        if attempt.attempt_id in self._stopped:
+            return AttemptResult(Outcome.CANCELLED, "cancelled")
+        request = AttemptRequest(
+            attempt_id=attempt.attempt_id,
+            task=attempt.spec.task,
+            recipe=self._recipe,
+            root_url=f"{self._gateway_url}/rollout/{attempt.attempt_id}",
+            model=MODEL_NAME,
+            context_tokens=config.model.max_model_len,
+            limits=self._limits(config.rollout.timeout_s),
+            log_dir=config.run_dir / "rollouts" / attempt.attempt_id,
+            prepare=config.task.prepare,
+            collect=config.task.collect,
+            keep_workspaces=config.rollout.keep_workspaces,
+            api_key=key,
+        )
+        try:
+            result: AttemptResult = await self._wait(
+                attempt, _run_attempt.options(**self._options).remote(request)
+            )
+            return result
+        except TaskCancelledError:
+            return AttemptResult(Outcome.CANCELLED, "cancelled")
+        except RayTaskError as error:
+            return AttemptResult(Outcome.LAUNCH_FAULT, _last_line(error))
+        except RayError as error:
+            return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {_first_line(error)}")
+
+    async def _reward(
+        self, attempt: Attempt, outcome: Outcome, detail: str, result: Json | None
+    ) -> Reward | GraderFault:
+        task, attempt_id = self._config.task, attempt.attempt_id
+        grader = task.grader or task.grader_command
+        if grader is None:
+            posted = await self._store.wait_reward.remote(
+                attempt.spec.rollout_id, task.grader_timeout_s
+            )
+            return posted or GraderFault(f"no reward was posted within {task.grader_timeout_s:g} s")
+        texts = tuple(await self._store.texts.remote(attempt_id))
+        if attempt_id in self._stopped:
+            return GraderFault("cancelled")
+        request = GradeRequest(
+            task=attempt.spec.task,
+            result=result,
+            episode=Episode(attempt.spec.rollout_id, attempt_id, outcome, detail, texts),
+            grader=grader,
+            limits=self._limits(task.grader_timeout_s),
+            log=self._config.run_dir / "rollouts" / attempt_id / "grader.log",
+        )
+        try:
+            verdict: Reward | GraderFault = await self._wait(
+                attempt, _grade.options(**self._options).remote(request)
+            )
+            return verdict
+        except RayError as error:
+            return GraderFault(f"the grader's Ray task failed: {_last_line(error)}")
+
+    async def _wait(self, attempt: Attempt, ref: Any) -> Any:
+        """The result of a Ray task, which `cancel` can find meanwhile."""
+        self._refs[attempt.attempt_id] = ref
+        try:
+            return await ref
+        finally:
+            del self._refs[attempt.attempt_id]
+
+    def _stop(self, attempt_ids: Iterable[str]) -> None:
+        for attempt_id in attempt_ids:
+            self._stopped.add(attempt_id)
+            if attempt_id in self._refs:
+                # Not by force: the exception in the worker lets it kill the harness and clean up.
+                ray.cancel(self._refs[attempt_id], force=False)
+
+    async def _publish(self) -> None:
+        """Stores what is over, then makes it available."""
+        for finished in self._life.take_finished():
+            await self._store.finish_rollout.remote(finished)
+            self._ready.append(finished)
+            self._news.set()
+
+    def _limits(self, timeout_s: float) -> Limits:
+        rollout = self._config.rollout
+        return Limits(
+            timeout_s=timeout_s,
+            memory_mib=rollout.memory_mib,
+            max_processes=rollout.max_processes,
+            output_mib=rollout.output_mib,
+            file_mib=rollout.workspace_mib,
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

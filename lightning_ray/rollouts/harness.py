@@ -1,0 +1,279 @@
+"""Which agent program to run, and how: recipes.
+
+A `Recipe` is read from YAML: a built-in one by name, or your own by path, for which `name`,
+`command` and `env` are enough. `install` gives it a virtual environment of its own, once per
+machine; `command_line` fills in the placeholders of one attempt.
+
+Invariants: an unknown placeholder is an error that names it; the API key reaches the harness
+through its environment only, never through a command line, which every process of the machine can
+read; an environment is used only if its installation ran to the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import filelock
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+_BUILT_IN = Path(__file__).parent / "recipes"
+_DONE = "installed"  # written last: an environment without it is half an installation
+# Lower-case names in single braces are ours; {{name}} stands for {name}. JSON and ${SHELL} pass
+# unchanged.
+_PLACEHOLDER = re.compile(r"\{\{([a-z_]+)\}\}|\{([a-z_]+)\}")
+_KEY = "api_key"
+_PACKAGE_FILE = "pkg:"  # pkg:some.package/dir/file names a file inside an installed Python package
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used; the message says which one, where and what to do."""
+
+
+class InstallError(RuntimeError):
+    """A harness could not be installed on this machine; one line says why."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """What placeholders stand for in one attempt. `base_url` ends in /v1, `root_url` is the same
+    without it; `task_file` is a file that holds the task; `context_tokens` is the model's context
+    window."""
+
+    base_url: str
+    root_url: str
+    model: str
+    task: str
+    task_file: str
+    attempt: str
+    workspace: str
+    home: str
+    context_tokens: str
+    venv: str
+    site_packages: str
+    recipe_dir: str
+    api_key: str = field(repr=False)
+
+
+class Recipe(BaseModel):
+    """How one harness is installed and started."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]*$", description="Name, also of its cache folder."
+    )
+    version: str = Field("", description="Version of the harness, for people.")
+    packages: list[str] = Field(
+        default_factory=list, description="pip requirements of the harness."
+    )
+    lock: str | None = Field(
+        None,
+        description="File beside the recipe that pins every package; `packages` is then a comment.",
+    )
+    command: list[str] = Field(
+        min_length=1, description="Program and arguments, with {placeholders}."
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment; {api_key} belongs here."
+    )
+    cwd: str = Field("{workspace}", description="Folder that the harness starts in.")
+    artifacts: list[str] = Field(
+        default_factory=list, description="Files and folders kept beside the harness's log."
+    )
+    recipe_dir: str = Field("", description="Folder of the recipe; filled in when it is read.")
+    lock_text: str = Field("", description="Contents of `lock`; filled in when it is read.")
+
+    @model_validator(mode="after")
+    def _placeholders(self) -> Recipe:
+        for where, text in self._texts():
+            for name in _names(text):
+                if name not in Values.__dataclass_fields__:
+                    known = ", ".join(sorted(Values.__dataclass_fields__))
+                    raise ValueError(
+                        f"{where}: unknown placeholder {{{name}}}; known: {known} "
+                        f"(write {{{{{name}}}}} for the text itself)"
+                    )
+                if name == _KEY and not where.startswith("env."):
+                    raise ValueError(
+                        f"{where}: {{{_KEY}}} may stand in env only; "
+                        "other processes can read a command line"
+                    )
+                if name in ("venv", "site_packages") and not (self.packages or self.lock):
+                    raise ValueError(
+                        f"{where}: {{{name}}} needs `packages`, but the recipe has none"
+                    )
+        return self
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        yield from ((f"command[{i}]", text) for i, text in enumerate(self.command))
+        yield from ((f"env.{name}", text) for name, text in self.env.items())
+        yield "cwd", self.cwd
+        yield from ((f"artifacts[{i}]", text) for i, text in enumerate(self.artifacts))
+
+    @property
+    def task_on_stdin(self) -> bool:
+        """True if neither {task} nor {task_file} stands anywhere: the harness then reads it on
+        stdin."""
+        return not any({"task", "task_file"} & set(_names(text)) for _, text in self._texts())
+
+    @property
+    def requirements(self) -> str:
+        """What pip installs, as a requirements file."""
+        return self.lock_text or "".join(f"{package}\n" for package in self.packages)
+
+
+def load(
+    name_or_path: str, args: Iterable[str] = (), env: Mapping[str, str] | None = None
+) -> Recipe:
+    """Reads a built-in recipe or a YAML file, with `args` added to its command and `env` to its
+    environment.
+
+    Raises:
+        RecipeError: no such recipe, a bad key or placeholder, or a missing lock file.
+    """
+    built_in = _BUILT_IN / f"{name_or_path}.yaml"
+    path = built_in if built_in.is_file() else Path(name_or_path).expanduser().absolute()
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        names = ", ".join(sorted(file.stem for file in _BUILT_IN.glob("*.yaml")))
+        raise RecipeError(
+            f"no harness recipe {name_or_path!r}: {error.strerror}; built-in ones are {names}, "
+            "your own is given as the path of a YAML file"
+        ) from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"recipe {path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise RecipeError(
+            f"recipe {path} must be a mapping with at least `name`, `command` and `env`"
+        )
+    tree["recipe_dir"] = str(path.parent)
+    if tree.get("lock"):
+        lock = path.parent / str(tree["lock"])
+        if not lock.is_file():
+            raise RecipeError(f"recipe {path}: the lock file {lock} does not exist")
+        tree["lock_text"] = lock.read_text()
+    try:
+        recipe = Recipe.model_validate(tree)
+        return Recipe.model_validate(
+            recipe.model_dump()
+            | {"command": [*recipe.command, *args], "env": {**recipe.env, **(env or {})}}
+        )
+    except ValidationError as error:
+        problems = "; ".join(_explain(problem) for problem in error.errors())
+        raise RecipeError(f"recipe {path}: {problems}") from error
+
+
+def command_line(recipe: Recipe, values: Values) -> tuple[list[str], dict[str, str], str]:
+    """Arguments, environment and stdin of one attempt.
+
+    Raises:
+        RecipeError: `pkg:` names a file that is not there.
+    """
+    argv = [_argument(text, values) for text in recipe.command]
+    env = {name: fill(text, values) for name, text in recipe.env.items()}
+    return argv, env, values.task if recipe.task_on_stdin else ""
+
+
+def fill(text: str, values: Values) -> str:
+    """`text` with its placeholders replaced, in one pass: what a value contains stays as it is."""
+    replace = asdict(values)
+    return _PLACEHOLDER.sub(lambda m: f"{{{m[1]}}}" if m[1] else replace[m[2]], text)
+
+
+def install(recipe: Recipe) -> Path | None:
+    """The virtual environment of the harness, made first where this machine lacks it; None if the
+    recipe has no packages. A lock file is installed as it stands (--no-deps), so it is complete or
+    it fails here.
+
+    Raises:
+        InstallError: pip or venv failed.
+    """
+    if not recipe.requirements:
+        return None
+    # The version of Python belongs to it: compiled packages and site-packages depend on it.
+    identity = f"{sys.version_info[:3]}\n{recipe.lock_text != ''}\n{recipe.requirements}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    root = Path(os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray").expanduser()
+    venv = root / "harnesses" / f"{recipe.name}-{digest}"
+    if (venv / _DONE).exists():
+        return venv
+    venv.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{venv}.lock"):
+        if not (venv / _DONE).exists():
+            shutil.rmtree(venv, ignore_errors=True)
+            _build(recipe, venv)
+            (venv / _DONE).write_text(recipe.requirements)
+    return venv
+
+
+def site_packages(venv: Path) -> Path:
+    return (
+        venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    )
+
+
+def _build(recipe: Recipe, venv: Path) -> None:
+    # Scripts name their interpreter by its full path, so an environment is made where it will stay.
+    _check(recipe, [sys.executable, "-m", "venv", str(venv)])
+    requirements = venv / "requirements.txt"
+    requirements.write_text(recipe.requirements)
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    exact = ["--no-deps"] if recipe.lock_text else []
+    # Compiled now, because many short-lived harnesses would otherwise compile the same modules each
+    # time.
+    _check(recipe, [*pip, "install", "--quiet", "--compile", *exact, "-r", str(requirements)])
+    if exact:
+        _check(recipe, [*pip, "check"])
+
+
+def _check(recipe: Recipe, argv: list[str]) -> None:
+    env = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
+    done = subprocess.run(
+        argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    if done.returncode:
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
+        raise InstallError(
+            f"cannot install harness {recipe.name} ({' '.join(argv[1:4])}): {errors[-1]}"
+        )
+
+
+def _argument(text: str, values: Values) -> str:
+    return _package_file(text) if text.startswith(_PACKAGE_FILE) else fill(text, values)
+
+
+@functools.cache
+def _package_file(text: str) -> str:
+    package, _, inner = text.removeprefix(_PACKAGE_FILE).partition("/")
+    try:
+        path = Path(str(importlib.resources.files(package).joinpath(inner)))
+    except ModuleNotFoundError as error:
+        raise RecipeError(f"{text}: there is no Python package {package}") from error
+    if not inner or not path.exists():
+        raise RecipeError(f"{text}: there is no {inner or 'file name'} in the package {package}")
+    return str(path)
+
+
+def _names(text: str) -> list[str]:
+    return [match[2] for match in _PLACEHOLDER.finditer(text) if match[2]]
+
+
+def _explain(problem: Mapping[str, object]) -> str:
+    where = ".".join(str(part) for part in problem["loc"])  # type: ignore[attr-defined]
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message

@@ -1,0 +1,205 @@
+"""One attempt on this machine: workspace, harness, result.
+
+`run_attempt` is a plain function that the controller runs as a Ray task on any node. It installs
+the harness if the node lacks it, lets the task family fill a fresh workspace, runs the harness in
+its limits and, when everything of it is dead, lets the task family read the result.
+
+Invariants: it returns a typed outcome for whatever the harness or the task family does; every
+attempt sees the same layout (workspace, home and tmp beside each other in a folder of its own);
+nothing stays on the node but the log and the artifacts, unless `keep_workspaces` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pkgutil
+import shutil
+import signal
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from lightning_ray.records import Json, Outcome, Task
+from lightning_ray.rollouts import harness, process
+from lightning_ray.rollouts.harness import InstallError, Recipe, RecipeError, Values
+from lightning_ray.rollouts.process import EndedBy, ExitReport, Limits
+
+_FAMILY_S = (
+    300  # a workspace that the policy booby-trapped (a named pipe, say) must not hold us for ever
+)
+_ARTIFACT_BYTES = 64 << 20  # larger files are no trajectories
+
+_OUTCOMES = {
+    EndedBy.SIGNAL: Outcome.HARNESS_ERROR,
+    EndedBy.PROCESSES: Outcome.HARNESS_ERROR,
+    EndedBy.TIME: Outcome.TIMEOUT,
+    EndedBy.MEMORY: Outcome.OUT_OF_MEMORY,
+    EndedBy.OUTPUT: Outcome.OUTPUT_LIMIT,
+    EndedBy.NOT_STARTED: Outcome.LAUNCH_FAULT,
+    EndedBy.LOST: Outcome.NODE_LOST,
+}
+
+
+@dataclass(frozen=True)
+class AttemptRequest:
+    """Everything that a node needs to know to run one attempt. `prepare` and `collect` are
+    `module:function` of the task family; `log_dir` is made on the node."""
+
+    attempt_id: str
+    task: Task
+    recipe: Recipe
+    root_url: str
+    model: str
+    context_tokens: int
+    limits: Limits
+    log_dir: Path
+    prepare: str | None
+    collect: str | None
+    keep_workspaces: bool
+    api_key: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    """How an attempt ended, as far as its machine can tell. `result` is what `collect` read."""
+
+    outcome: Outcome
+    detail: str
+    result: Json | None = None
+    seconds: float = 0.0
+    peak_rss_bytes: int = 0
+    cpu_seconds: float = 0.0
+
+
+class _FamilyError(Exception):
+    """A function of the task family failed."""
+
+
+def run_attempt(request: AttemptRequest) -> AttemptResult:
+    """Runs one attempt to its end. Only cancellation raises; then, too, everything is dead."""
+    for folder in (request.log_dir.parent, request.log_dir):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    box = Path(tempfile.mkdtemp(prefix="lr-"))
+    try:
+        return _run_in(box, request)
+    except (InstallError, RecipeError, _FamilyError) as error:
+        return AttemptResult(Outcome.LAUNCH_FAULT, str(error))
+    finally:
+        if request.keep_workspaces:
+            (request.log_dir / "box").symlink_to(box)
+        else:
+            _remove(box)
+
+
+def classify(report: ExitReport) -> Outcome:
+    """The outcome of a harness that ended like this."""
+    if report.ended_by is EndedBy.EXIT:
+        return Outcome.COMPLETED if report.status == 0 else Outcome.HARNESS_ERROR
+    return _OUTCOMES[report.ended_by]
+
+
+def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
+    workspace, home, tmp = (box / name for name in ("workspace", "home", "tmp"))
+    for folder in (workspace, home, tmp):
+        folder.mkdir()
+    task_file = box / "task.txt"
+    task_file.write_text(request.task.statement)
+    recipe = request.recipe
+    venv = harness.install(recipe)
+    values = Values(
+        base_url=f"{request.root_url}/v1",
+        root_url=request.root_url,
+        model=request.model,
+        task=request.task.statement,
+        task_file=str(task_file),
+        attempt=request.attempt_id,
+        workspace=str(workspace),
+        home=str(home),
+        context_tokens=str(request.context_tokens),
+        venv=str(venv or ""),
+        site_packages=str(harness.site_packages(venv)) if venv else "",
+        recipe_dir=recipe.recipe_dir,
+        api_key=request.api_key,
+    )
+    argv, env, stdin = harness.command_line(recipe, values)
+    if request.prepare:
+        _family("task.prepare", request.prepare, request.task, workspace)
+    report = process.run(
+        argv,
+        env=process.base_environment(home, tmp) | env,
+        cwd=Path(harness.fill(recipe.cwd, values)),
+        log=request.log_dir / "harness.log",
+        limits=request.limits,
+        attempt_id=request.attempt_id,
+        stdin=stdin,
+    )
+    for artifact in recipe.artifacts:
+        _keep(Path(harness.fill(artifact, values)), request.log_dir)
+    outcome, detail, result = classify(report), report.describe(), None
+    if outcome.caused_by_policy and request.collect:
+        try:
+            result = _family("task.collect", request.collect, request.task, workspace)
+            json.dumps(result)  # it goes to the grader as JSON
+        except (_FamilyError, TypeError, ValueError) as error:
+            outcome, detail, result = Outcome.GRADER_FAULT, f"{error} (harness: {detail})", None
+    return AttemptResult(
+        outcome, detail, result, report.seconds, report.peak_rss_bytes, report.cpu_seconds
+    )
+
+
+def _family(key: str, name: str, task: Task, workspace: Path) -> Json | None:
+    """Calls a function of the task family, which is anybody's code: whatever it raises has one
+    meaning."""
+    try:
+        with _time_limit(_FAMILY_S):
+            result: Json | None = pkgutil.resolve_name(name)(task, workspace)
+            return result
+    except Exception as error:
+        message = f"{key}={name} failed for task {task.task_id}: {type(error).__name__}: {error}"
+        raise _FamilyError(message) from error
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block after `seconds`; a blocked system call is interrupted. Main
+    thread only, which is where Ray runs a task."""
+
+    def expire(_signal: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _keep(source: Path, into: Path) -> None:
+    """Copies a file, or a folder's files, beside the log: regular files only, since the harness may
+    have left links and pipes. What is not there is not kept."""
+    files = [source]
+    if source.is_dir() and not source.is_symlink():
+        files = [Path(at) / name for at, _, names in os.walk(source) for name in names]
+    for file in files:
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            status = file.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_size <= _ARTIFACT_BYTES:
+                target = into / file.relative_to(source.parent)
+                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
+
+
+def _remove(box: Path) -> None:
+    for at, folders, _ in os.walk(box):  # an agent may have left folders that cannot be entered
+        for name in folders:
+            folder = Path(at) / name
+            if not folder.is_symlink():
+                folder.chmod(0o700)
+    shutil.rmtree(box)

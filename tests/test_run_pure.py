@@ -1,0 +1,129 @@
+"""The decisions of a run, without a cluster: phases, task order, checkpoints on disk."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ray.config import ConfigError
+from lightning_ray.records import PolicyVersion, Task
+from lightning_ray.run import data
+from lightning_ray.run.checkpoint import Checkpoints, State
+from lightning_ray.run.cycle import Phase, Plan, Position
+
+plans = st.builds(Plan, st.integers(1, 12), st.integers(1, 5), st.integers(0, 5), st.booleans())
+
+
+def walk(plan: Plan, position: Position) -> list[Position]:
+    seen = [position]
+    while seen[-1].phase is not Phase.DONE:
+        seen.append(plan.following(seen[-1]))
+        assert len(seen) < 200
+    return seen
+
+
+@given(plans)
+def test_every_step_collects_updates_and_syncs_once(plan):
+    seen = walk(plan, plan.first())
+    for phase in (Phase.COLLECT, Phase.UPDATE):
+        assert [p.step for p in seen if p.phase is phase] == list(range(plan.steps))
+    assert [p.step for p in seen if p.phase is Phase.SYNC] == list(range(1, plan.steps + 1))
+
+
+@given(plans)
+def test_a_validated_step_is_checkpointed_first_and_the_last_step_always(plan):
+    seen = walk(plan, plan.first())
+    saved = [p.step for p in seen if p.phase is Phase.CHECKPOINT]
+    validated = [p.step for p in seen if p.phase is Phase.VALIDATE]
+    assert saved[-1] == plan.steps
+    assert set(validated) - {0} <= set(saved)
+    assert (0 in validated and plan.steps in validated) == plan.has_validation
+
+
+@given(plans, st.integers(1, 6))
+def test_a_resumed_run_visits_what_the_first_one_would_have(plan, more):
+    seen = walk(plan, plan.first())
+    for number, position in enumerate(seen):
+        if position.phase is Phase.CHECKPOINT:
+            stored = plan.following(position)
+            assert walk(plan, plan.resumed(stored)) == seen[number + 1 :]
+    longer = Plan(
+        plan.steps + more, plan.checkpoint_every, plan.validate_every, plan.has_validation
+    )
+    assert longer.resumed(Position(plan.steps, Phase.DONE)) == Position(plan.steps, Phase.COLLECT)
+
+
+@given(st.integers(1, 30), st.integers(0, 5), st.integers(1, 7))
+def test_an_epoch_takes_every_task_once_whatever_the_step_size(count, seed, step):
+    chosen: list[int] = []
+    while len(chosen) < 2 * count:
+        chosen += data.order(count, seed, len(chosen), step)
+    assert sorted(chosen[:count]) == sorted(chosen[count : 2 * count]) == list(range(count))
+
+
+def test_ids_of_a_step_depend_on_the_weights_that_sample_it():
+    tasks = [Task(f"t{i}", "s") for i in range(5)]
+    one = data.training_specs(tasks, 3, PolicyVersion("aaa", 2), 2, 4, 0)
+    again = data.training_specs(tasks, 3, PolicyVersion("aaa", 2), 2, 4, 0)
+    other = data.training_specs(tasks, 3, PolicyVersion("bbb", 2), 2, 4, 0)
+    assert one == again
+    assert not {s.rollout_id for s in one} & {s.rollout_id for s in other}
+    assert [s.task for s in one] == [s.task for s in other]
+    assert len({s.group_id for s in one}) == 2 and len({s.rollout_id for s in one}) == 8
+
+
+def test_bad_task_files_name_the_line(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps({"task_id": "a", "statement": "s", "x": 1}) + "\n{oops\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        data.load_tasks(str(path), "task.train")
+    path.write_text('{"task_id": "a", "statement": "s", "x": 1}\n')
+    assert data.load_tasks(str(path), "task.train") == [Task("a", "s", {"x": 1})]
+    path.write_text('{"task_id": "a", "statement": "s"}\n' * 2)
+    with pytest.raises(ConfigError, match="twice"):
+        data.load_tasks(str(path), "task.train")
+    for source in ("no.such.module:f", "json:nothing", str(tmp_path / "absent.jsonl")):
+        with pytest.raises(ConfigError, match=r"task\.train"):
+            data.load_tasks(source, "task.train")
+
+
+def write(checkpoints: Checkpoints, step: int) -> None:
+    state = State(Position(step, Phase.COLLECT), PolicyVersion("l", step), "sum", ("g",))
+    checkpoints.write(state, lambda folder: (folder / "weights").write_text(str(step)))
+
+
+def test_checkpoints_come_back_and_old_ones_go_but_the_best_stays(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest() is None
+    for step in range(1, 6):
+        write(checkpoints, step)
+        if step == 1:
+            checkpoints.mark_best(step, 0.9)
+    checkpoints.mark_best(5, 0.5)
+    folder, state = checkpoints.latest()
+    assert (folder / "weights").read_text() == "5"
+    assert state == State(Position(5, Phase.COLLECT), PolicyVersion("l", 5), "sum", ("g",))
+    assert sorted(p.name for p in folder.parent.glob("step-*")) == [
+        "step-00001",
+        "step-00004",
+        "step-00005",
+    ]
+    assert checkpoints.best()[0].name == "step-00001"
+
+
+def test_a_checkpoint_that_was_cut_off_is_not_seen(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1)
+
+    def killed(folder):
+        (folder / "weights").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.write(State(Position(2, Phase.COLLECT), PolicyVersion("l", 2), ""), killed)
+    again = Checkpoints(tmp_path, keep=2)
+    assert again.latest()[1].version.step == 1
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
