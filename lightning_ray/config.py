@@ -245,8 +245,8 @@ class TrainerSection(Section):
 
 
 class TrackingSection(Section):
-    backends: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = Field(
-        default_factory=lambda: ["tensorboard"], description="verl Tracking back ends."
+    backends: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab"], ...] = Field(
+        ("tensorboard",), description="verl Tracking back ends."
     )
     project: str = Field("lightning_ray", description="Project name for the tracking back ends.")
 

@@ -59,5 +59,6 @@ def quiet() -> None:
     """Keeps libraries from writing over the run's own messages."""
     os.environ.update({**_QUIET, "RAY_USAGE_STATS_ENABLED": "0"})
     warnings.filterwarnings("ignore")
+    os.environ.setdefault("RAY_LOG_TO_DRIVER_EVENT_LEVEL", "FATAL")
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)

@@ -18,6 +18,7 @@ from types import FrameType
 
 from lightning_ray import config as configuration
 from lightning_ray.config import ConfigError, RunConfig
+from lightning_ray.report.console import Console
 
 ModelResolver = Callable[[str], Path]
 
@@ -71,6 +72,49 @@ def _dry_run(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig, resolve_model: ModelResolver, command: str) -> int:
+    resume = f"python {command}"
+
+    def work(console: Console) -> None:
+        from lightning_ray.run import ending
+        from lightning_ray.run.driver import Run
+
+        with console:
+            results = Run(config, resolve_model(config.model.path), console).execute()
+        ending.report(results, resume, console)
+
+    return _on_cluster(config, work, resume)
+
+
+def evaluate(resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int:
+    """Runs an evaluation job; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description="Evaluates what a run trained against its base model."
+    )
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--samples", type=int, default=1, help="rollouts per task (default: 1)")
+    options = parser.parse_args(argv)
+    try:
+        from lightning_ray.run import evaluation
+
+        config = evaluation.config_of(options.run_dir, options.overrides)
+    except ConfigError as error:
+        return _fail(str(error))
+
+    def work(console: Console) -> None:
+        from lightning_ray.report.summary import final_table
+
+        with console:
+            scores = evaluation.evaluate(
+                config, resolve_model(config.model.path), options.run_dir, options.samples, console
+            )
+        console.print(final_table(*scores))
+
+    return _on_cluster(config, work, " ".join(map(shlex.quote, ["python", *sys.argv])))
+
+
+def _on_cluster(config: RunConfig, work: Callable[[Console], None], again: str) -> int:
+    """Does `work` on a Ray cluster; `again` is the command that goes on after a failure."""
     from lightning_ray.run import cluster
 
     cluster.quiet()
@@ -79,26 +123,20 @@ def _train(config: RunConfig, resolve_model: ModelResolver, command: str) -> int
     from lightning_ray.engine.actor import EngineStartError
     from lightning_ray.gateway.deploy import GatewayStartError
     from lightning_ray.placement import PlacementError
-    from lightning_ray.report.console import Console
-    from lightning_ray.run import ending
-    from lightning_ray.run.driver import Run
     from lightning_ray.run.stack import RunError
     from lightning_ray.store.rollouts import StoreError
     from lightning_ray.trainer.trainer import TrainerDied
 
-    resume = f"python {command}"
-    signal.signal(signal.SIGTERM, _interrupt)
     console = Console(config.run.name)
     try:
-        with console:
-            model_dir = resolve_model(config.model.path)
-            cluster.connect(config)
-            run = Run(config, model_dir, console)
-            results = run.execute()
-        ending.report(results, resume, console)
+        cluster.connect(config)
+        # After `connect`: Ray's own handler would print a stack trace and end the process at once.
+        signal.signal(signal.SIGTERM, _interrupt)
+        work(console)
         return 0
     except KeyboardInterrupt:
-        console.print(f"interrupted; {config.run_dir} keeps what was done. Go on with: {resume}")
+        console.close()
+        console.print(f"interrupted; {config.run_dir} keeps what was done. Go on with: {again}")
         return 130
     except (
         EngineStartError,
@@ -109,7 +147,7 @@ def _train(config: RunConfig, resolve_model: ModelResolver, command: str) -> int
         TrainerDied,
         OSError,
     ) as error:
-        return _fail(f"{error}\nGo on, once that is put right, with: {resume}")
+        return _fail(f"{error}\nGo on, once that is put right, with: {again}")
     finally:
         ray.shutdown()
 

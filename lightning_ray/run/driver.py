@@ -26,7 +26,7 @@ from lightning_ray.run import data, ending
 from lightning_ray.run.checkpoint import Checkpoints, State
 from lightning_ray.run.cycle import Phase, Plan, Position
 from lightning_ray.run.ending import Results
-from lightning_ray.run.stack import RunError, Stack
+from lightning_ray.run.stack import RunError, Stack, with_counts
 from lightning_ray.samples import batch, dataset
 from lightning_ray.trainer.advantages import estimator
 from lightning_ray.trainer.trainer import Trainer
@@ -243,17 +243,7 @@ class Run:
     # -- console --------------------------------------------------------------------------------
 
     def _progress(self, done: Sequence[FinishedRollout], status: ControllerStatus) -> None:
-        rewards = [r.reward for r in done if r.reward is not None]
-        self._view = replace(
-            self._view,
-            queued=status.queued,
-            running=status.running,
-            grading=status.grading,
-            finished=sum(r.state is RolloutState.FINISHED for r in done),
-            failed=sum(r.state is RolloutState.FAILED for r in done),
-            reward=sum(r.value for r in rewards) / len(rewards) if rewards else None,
-            solve_rate=sum(r.solved for r in rewards) / len(rewards) if rewards else None,
-        )
+        self._view = with_counts(self._view, done, status)
         self._show(self._position.phase)
 
     def _show(self, phase: str, note: str = "") -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from lightning_ray.engine import actor as engine_actor
 from lightning_ray.engine.actor import Policy
 from lightning_ray.gateway import deploy
 from lightning_ray.placement import Bundles, Device
-from lightning_ray.records import Call, FinishedRollout, PolicyVersion, RolloutSpec
+from lightning_ray.records import Call, FinishedRollout, PolicyVersion, RolloutSpec, RolloutState
+from lightning_ray.report.console import View
 from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.store import actor as store_actor
@@ -134,3 +136,18 @@ class Stack:
             ray.kill(engine)
         if self.store is not None:
             ray.get(self.store.close.remote())
+
+
+def with_counts(view: View, done: Sequence[FinishedRollout], status: ControllerStatus) -> View:
+    """`view` with the counts and the rewards of the rollouts of the present phase."""
+    rewards = [r.reward for r in done if r.reward is not None]
+    return replace(
+        view,
+        queued=status.queued,
+        running=status.running,
+        grading=status.grading,
+        finished=sum(r.state is RolloutState.FINISHED for r in done),
+        failed=sum(r.state is RolloutState.FAILED for r in done),
+        reward=sum(r.value for r in rewards) / len(rewards) if rewards else None,
+        solve_rate=sum(r.solved for r in rewards) / len(rewards) if rewards else None,
+    )

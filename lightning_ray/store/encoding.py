@@ -8,6 +8,7 @@ prefix with it. Invariant: `call_from_row` gives back exactly the call that `cal
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -60,17 +61,17 @@ def call_from_row(row: pa.RecordBatch, fulls: Mapping[str, np.ndarray]) -> Call:
     def array(name: str, dtype: type) -> np.ndarray:
         return np.asarray(row.column(name).flatten().to_numpy(zero_copy_only=False), dtype=dtype)
 
-    def scalar(name: str) -> object:
+    def scalar(name: str) -> Any:
         return row.column(name)[0].as_py()
 
     tail = array("prompt_tail", np.int32)
     parent = scalar("parent")
     prompt = np.concatenate([fulls[str(parent)][: scalar("shared")], tail]) if parent else tail
-    spans = zip(*(scalar(f"span_{part}") for part in ("lineages", "steps", "lengths")), strict=True)  # type: ignore[arg-type]
+    spans = zip(*(scalar(f"span_{part}") for part in ("lineages", "steps", "lengths")), strict=True)
     return Call(
         call_id=str(scalar("call_id")),
         attempt_id=str(scalar("attempt_id")),
-        seq=int(scalar("seq")),  # type: ignore[call-overload]
+        seq=int(scalar("seq")),
         prompt=prompt,
         tokens=array("tokens", np.int32),
         logprobs=array("logprobs", np.float32),
@@ -80,6 +81,6 @@ def call_from_row(row: pa.RecordBatch, fulls: Mapping[str, np.ndarray]) -> Call:
         dialect=str(scalar("dialect")),
         model=str(scalar("model")),
         constrained=bool(scalar("constrained")),
-        started_at=float(scalar("started_at")),  # type: ignore[arg-type]
-        seconds=float(scalar("seconds")),  # type: ignore[arg-type]
+        started_at=float(scalar("started_at")),
+        seconds=float(scalar("seconds")),
     )

@@ -32,6 +32,8 @@ class CallLog:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.schema, self.segment_bytes = directory, schema, segment_bytes
         self.torn_bytes = 0
+        self._segment, self._end, self._fd = 0, 0, -1
+        self._offsets: list[int] = []
         self._sealed: dict[int, pa.ipc.RecordBatchFileReader] = {}
         for left_over in directory.glob("*.tmp"):
             left_over.unlink()
@@ -111,11 +113,11 @@ class CallLog:
         self._segment = segment
         self._recover(segment)
         self._fd = os.open(self._path(segment, "log"), os.O_RDWR | os.O_CREAT, 0o600)
-        _sync_directory(self.directory)
+        _sync(self.directory)
 
     def _recover(self, segment: int) -> None:
         """Finds the frames of a log and cuts off what is not whole."""
-        self._offsets: list[int] = []
+        self._offsets = []
         self._end = 0
         path = self._path(segment, "log")
         if not path.exists():
@@ -154,17 +156,16 @@ class CallLog:
             ):
                 for offset in offsets:
                     writer.write_batch(self._read_frame(fd, offset))
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
+            _sync(temporary)
         finally:
             os.close(fd)
         temporary.rename(target)
-        _sync_directory(self.directory)
+        _sync(self.directory)
         self._path(segment, "log").unlink()
 
 
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

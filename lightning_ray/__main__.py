@@ -1,0 +1,67 @@
+"""`python -m lightning_ray`: small commands around runs. Training itself starts from `jobs/`.
+
+install [RECIPE ...]   makes the environments of built-in harnesses (default: mini-swe-agent)
+curves RUN_DIR         draws curves.png anew from metrics.jsonl, also while the run goes on
+resolve CONFIG [a.b=c] prints the resolved configuration
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from lightning_ray.config import ConfigError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m lightning_ray")
+    commands = parser.add_subparsers(dest="command", required=True)
+    install = commands.add_parser("install", help="make the environments of built-in harnesses")
+    install.add_argument("recipe", nargs="*", default=["mini-swe-agent"])
+    curves = commands.add_parser("curves", help="draw the curves of a run anew")
+    curves.add_argument("run_dir", type=Path)
+    resolve = commands.add_parser("resolve", help="print the resolved configuration")
+    resolve.add_argument("config", type=Path)
+    resolve.add_argument("overrides", nargs="*")
+    options = parser.parse_args(arguments)
+    try:
+        return _COMMANDS[options.command](options)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+# The imports are inside, so that one command does not pay for the libraries of another.
+def _install(options: argparse.Namespace) -> int:
+    from lightning_ray.rollouts import harness
+
+    try:
+        for recipe in options.recipe:
+            print(f"{recipe}: {harness.install(harness.load(recipe))}")
+    except (harness.RecipeError, harness.InstallError) as error:
+        raise ConfigError(str(error)) from error
+    return 0
+
+
+def _curves(options: argparse.Namespace) -> int:
+    from lightning_ray.metrics import FILE_NAME
+    from lightning_ray.report import curves
+
+    if not (options.run_dir / FILE_NAME).exists():
+        raise ConfigError(f"{options.run_dir} has no {FILE_NAME}; name the directory of a run")
+    print(curves.plot(options.run_dir))
+    return 0
+
+
+def _resolve(options: argparse.Namespace) -> int:
+    from lightning_ray import config
+
+    print(config.dump(config.load(options.config, options.overrides)), end="")
+    return 0
+
+
+_COMMANDS = {"install": _install, "curves": _curves, "resolve": _resolve}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Where engines and trainer ranks live: the same bundles, two tenants.
+
+`plan` says which bundles a run asks of Ray: one per GPU, or one share of CPU where there is none.
+`reserve` asks for them as a placement group (STRICT_PACK: all on one node) and waits a bounded
+time. `Bundles` then hands out the two tenancies: actor options for an engine, a verl resource pool
+for the ranks.
+
+Invariants: a trainer rank and an engine fit into a bundle together and see the same GPU; a third
+tenant of either kind does not fit; without GPUs one rank and one engine leave most of two CPUs to
+harnesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from lightning_ray.config import RunConfig
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray.base import SubRayResourcePool
+
+# A bundle's CPUs without a GPU. Ranks and engines take turns and use their own thread settings, so
+# this is a token: small enough that a two-core `ray start --head` keeps room for seven harnesses of
+# 0.25.
+CPU_BUNDLE_CPUS = 0.2
+# A bundle's CPUs beside its GPU: the tenants' Python threads. GPU nodes have at least eight per
+# GPU.
+GPU_BUNDLE_CPUS = 1.0
+# The tenants' shares of a bundle. verl gives each rank 1 / (a whole number) of a GPU, so one half;
+# the engine takes less than the other half, so that two engines and a rank can never share a
+# bundle.
+TRAINER_SHARE = 0.5
+ENGINE_SHARE = 0.4
+# Longest wait for the bundles, in seconds: a new node of an autoscaled cluster takes minutes.
+WAIT_S = 300.0
+
+
+class Device(StrEnum):
+    """What ranks and engines compute on."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+class PlacementError(RuntimeError):
+    """The cluster cannot give the run its bundles; the message says what to change."""
+
+
+def detect() -> Device:
+    """GPU if the connected Ray cluster has any."""
+    return Device.GPU if ray.cluster_resources().get("GPU", 0) >= 1 else Device.CPU
+
+
+def plan(config: RunConfig, device: Device) -> list[dict[str, float]]:
+    """The resources of each bundle.
+
+    Raises:
+        PlacementError: the configuration wants what the device cannot do.
+    """
+    engine = config.engine
+    if device is Device.CPU and engine.tensor_parallel > 1:
+        raise PlacementError(
+            f"engine.tensor_parallel={engine.tensor_parallel} needs GPUs and the cluster has none; "
+            "set it to 1"
+        )
+    count = max(config.trainer.ranks, engine.count * engine.tensor_parallel)
+    one = {"CPU": CPU_BUNDLE_CPUS} if device is Device.CPU else {"GPU": 1.0, "CPU": GPU_BUNDLE_CPUS}
+    return [dict(one) for _ in range(count)]
+
+
+def describe(config: RunConfig, device: Device) -> str:
+    """What a run asks of the cluster, for people (`--dry-run`)."""
+    bundles, engine, rollout = plan(config, device), config.engine, config.rollout
+    each = ", ".join(f"{amount:g} {name}" for name, amount in bundles[0].items())
+    cpus = sum(bundle["CPU"] for bundle in bundles)
+    return "\n".join(
+        [
+            f"device    {device}",
+            f"bundles   {len(bundles)} x ({each}), all on one node",
+            f"trainer   {config.trainer.ranks} rank(s), {TRAINER_SHARE:g} of a bundle each",
+            f"engines   {engine.count} x tensor-parallel {engine.tensor_parallel}, "
+            + (
+                f"{ENGINE_SHARE:g} of a bundle each"
+                if engine.tensor_parallel == 1
+                else "whole GPUs in turns"
+            ),
+            f"harnesses up to {rollout.concurrency} x {rollout.cpus:g} CPU",
+            f"total     {cpus:g} CPU and {rollout.cpus:g} for at least one harness; "
+            f"{cpus + rollout.concurrency * rollout.cpus:g} CPU for all of them at a time",
+        ]
+    )
+
+
+def reserve(config: RunConfig, device: Device | None = None, wait_s: float = WAIT_S) -> Bundles:
+    """Asks Ray for the run's bundles and waits at most `wait_s` seconds for them.
+
+    Raises:
+        PlacementError: they did not come; nothing stays reserved.
+    """
+    device = device or detect()
+    shapes = plan(config, device)
+    group = placement_group(shapes, strategy="STRICT_PACK")
+    if group.wait(wait_s):
+        return Bundles(group, device, tuple(shapes), config.engine.tensor_parallel)
+    remove_placement_group(group)
+    has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+    free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+    raise PlacementError(
+        f"asked one node for {len(shapes)} bundles of {shapes[0]} and waited {wait_s:g} s; the "
+        f"cluster has {has} in all, of which {free} is free. Lower trainer.ranks, engine.count or "
+        "engine.tensor_parallel, end what else uses the cluster, or add a node that has this much"
+    )
+
+
+@dataclass(frozen=True)
+class Bundles:
+    """The reserved bundles of one node. Several nodes would be several placement groups."""
+
+    group: PlacementGroup
+    device: Device
+    shapes: tuple[dict[str, float], ...]
+    tensor_parallel: int
+
+    def strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        """Puts a task or an actor into `bundle`."""
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self.group, placement_group_bundle_index=bundle
+        )
+
+    @property
+    def trainer_cpus(self) -> float:
+        """CPUs of one trainer rank."""
+        return self.shapes[0]["CPU"] * TRAINER_SHARE
+
+    def engine_options(self, engine: int) -> dict[str, Any]:
+        """Actor options for engine number `engine`."""
+        if self.tensor_parallel == 1:
+            return {
+                "num_cpus": self.shapes[engine]["CPU"] * ENGINE_SHARE,
+                "num_gpus": self.shapes[engine].get("GPU", 0) * ENGINE_SHARE,
+                "scheduling_strategy": self.strategy(engine),
+            }
+        first = engine * self.tensor_parallel
+        places = ray.get(
+            [self._place(bundle) for bundle in range(first, first + self.tensor_parallel)]
+        )
+        # vLLM starts a process per GPU itself: the actor holds no GPU and is told which ones are
+        # its.
+        return {
+            "num_cpus": 0,
+            "num_gpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=places[0][0], soft=False),
+            "runtime_env": {
+                "env_vars": {
+                    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+                    "CUDA_VISIBLE_DEVICES": ",".join(gpu for _, gpu in places),
+                }
+            },
+        }
+
+    def trainer_pool(self, ranks: int) -> SubRayResourcePool:
+        """verl's view of the first `ranks` bundles, one rank in each."""
+        from verl.single_controller.ray.base import SubRayResourcePool
+
+        return SubRayResourcePool(
+            placement_groups=[self.group],
+            start_bundle_index=0,
+            subgroup_world_size=ranks,
+            process_on_nodes=[ranks],
+            use_gpu=self.device is Device.GPU,
+            max_colocate_count=round(1 / TRAINER_SHARE),
+        )
+
+    def remove(self) -> None:
+        """Gives the bundles back; actors in them are killed."""
+        remove_placement_group(self.group)
+
+    def _place(self, bundle: int) -> ray.ObjectRef:
+        return _where.options(
+            num_cpus=0, num_gpus=ENGINE_SHARE, scheduling_strategy=self.strategy(bundle)
+        ).remote()
+
+
+@ray.remote
+def _where() -> tuple[str, str]:
+    """Node id and GPU id of the bundle this task runs in."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_accelerator_ids()["GPU"][0]

