@@ -1,6 +1,6 @@
 """Reports pass@1 of a run's base model and of its trained weights, with its own harness.
 
-    python jobs/evaluate.py RUN_DIR [--samples K] [section.key=value ...]
+python jobs/evaluate.py RUN_DIR [--samples K] [section.key=value ...]
 """
 
 import sys

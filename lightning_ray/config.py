@@ -4,9 +4,9 @@
 validates the result. Every key has a default, a meaning (`Field(description=...)`, from which
 `docs/configuration.md` is made) and belongs to one section.
 
-Invariants: an unknown key is an error that names its path and the nearest valid name; a setting that
-contradicts another, or that would have no effect, is an error; the resolved configuration written by
-`dump` loads to an equal `RunConfig`.
+Invariants: an unknown key is an error that names its path and the nearest valid name; a setting
+that contradicts another, or that would have no effect, is an error; the resolved configuration
+written by `dump` loads to an equal `RunConfig`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class RunSection(Section):
     collect_timeout_s: float = Field(
         7200,
         gt=0,
-        description="Longest wait for the rollouts of one step before the run stops with a diagnosis.",
+        description="Longest wait for the rollouts of one step before the "
+        "run stops with a diagnosis.",
     )
     max_infrastructure_faults: float = Field(
         0.5,
@@ -130,7 +131,8 @@ class GatewaySection(Section):
     replicas: int = Field(1, ge=1, description="Gateway replicas.")
     advertise: str | None = Field(
         None,
-        description="Base URL that harnesses use. Default: http://HOST:PORT of this cluster's head.",
+        description="Base URL that harnesses use. Default: "
+        "http://HOST:PORT of this cluster's head.",
     )
     haproxy: bool = Field(
         True, description="Use Ray Serve's HAProxy ingress where Ray can (Linux)."
@@ -189,15 +191,18 @@ class TaskSection(Section):
     )
     prepare: str | None = Field(
         "lightning_ray.tasks.swe.workspace:prepare",
-        description="`module:function(task, workspace)` that fills a fresh workspace. null: it stays empty.",
+        description="`module:function(task, workspace)` that fills a fresh "
+        "workspace. null: it stays empty.",
     )
     collect: str | None = Field(
         "lightning_ray.tasks.swe.workspace:collect",
-        description="`module:function(task, workspace) -> dict` that reads the result once the harness is dead.",
+        description="`module:function(task, workspace) -> dict` that reads the "
+        "result once the harness is dead.",
     )
     grader: str | None = Field(
         "lightning_ray.tasks.swe.grading:grade",
-        description="`module:function(task, result, episode) -> Reward`. null: command, or a POST from outside.",
+        description="`module:function(task, result, episode) -> Reward`. null: "
+        "command, or a POST from outside.",
     )
     grader_command: list[str] | None = Field(
         None, description="Command that reads a JSON object on stdin and prints a reward as JSON."
@@ -218,7 +223,8 @@ class AlgorithmSection(Section):
     importance_cap: float = Field(
         2.0,
         gt=0,
-        description="Cap of the detached importance weight old/behaviour (truncated importance sampling).",
+        description="Cap of the detached importance weight old/behaviour "
+        "(truncated importance sampling).",
     )
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
 
@@ -306,7 +312,10 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
             f"model.max_model_len={config.model.max_model_len}"
         )
     if config.algorithm.estimator == "grpo" and config.rollout.n < 2:
-        yield "rollout.n=1 gives every rollout the advantage 0 with algorithm.estimator=grpo; use at least 2"
+        yield (
+            "rollout.n=1 gives every rollout the advantage 0 with "
+            "algorithm.estimator=grpo; use at least 2"
+        )
     if config.trainer.optimizer_steps > config.run.groups_per_step * config.rollout.n:
         yield (
             f"trainer.optimizer_steps={config.trainer.optimizer_steps} is more than the "
@@ -326,7 +335,8 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> RunCo
     """Reads `path` (YAML; None for the defaults) and applies `section.key=value` overrides.
 
     Raises:
-        ConfigError: unreadable file, unknown key, bad value, or a contradiction. One line per problem.
+        ConfigError: unreadable file, unknown key, bad value, or a contradiction. One line per
+        problem.
     """
     tree: dict[str, Any] = {}
     if path is not None:

@@ -1,11 +1,11 @@
 """The nouns of lightning_ray, and how calls look in Arrow.
 
-A *task* is a dataset row; the `n` *rollouts* made from it form a *group*; a rollout is tried in one or
-more *attempts*; an attempt makes *calls* to the model; a call has *spans*, runs of sampled tokens of one
-policy version. Everything here is plain data: no I/O, no clock, no Ray.
+A *task* is a dataset row; the `n` *rollouts* made from it form a *group*; a rollout is tried in one
+or more *attempts*; an attempt makes *calls* to the model; a call has *spans*, runs of sampled
+tokens of one policy version. Everything here is plain data: no I/O, no clock, no Ray.
 
-Invariants: `len(call.tokens) == len(call.logprobs) == sum(span.length for span in call.spans)`; only
-outcomes for which `caused_by_policy` holds may carry a reward.
+Invariants: `len(call.tokens) == len(call.logprobs) == sum(span.length for span in call.spans)`;
+only outcomes for which `caused_by_policy` holds may carry a reward.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ _POLICY_OUTCOMES = frozenset(
 
 @dataclass(frozen=True)
 class Task:
-    """One dataset row. `statement` is what the agent reads; `fields` are the task family's own data,
-    which the agent never sees (hidden tests, the files of the repository, ...)."""
+    """One dataset row. `statement` is what the agent reads; `fields` are the task family's own
+    data, which the agent never sees (hidden tests, the files of the repository, ...)."""
 
     task_id: str
     statement: str
@@ -97,7 +97,8 @@ class Task:
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """One execution of the harness that somebody wants. `step` is the training step it was queued in."""
+    """One execution of the harness that somebody wants. `step` is the training step it was queued
+    in."""
 
     rollout_id: str
     group_id: str
@@ -131,8 +132,9 @@ class Reward:
 
 @dataclass(frozen=True)
 class PolicyVersion:
-    """The number of weight updates (`step`) behind some weights. `lineage` differs between two runs of
-    the same run directory, so weights minted again after a rollback are not mistaken for lost ones."""
+    """The number of weight updates (`step`) behind some weights. `lineage` differs between two runs
+    of the same run directory, so weights minted again after a rollback are not mistaken for lost
+    ones."""
 
     lineage: str
     step: int
@@ -178,7 +180,8 @@ class Call:
         spans = sum(span.length for span in self.spans)
         if not len(self.tokens) == len(self.logprobs) == spans:
             raise ValueError(
-                f"call {self.call_id}: {len(self.tokens)} tokens, {len(self.logprobs)} log-probs and "
+                f"call {self.call_id}: {len(self.tokens)} tokens, "
+                f"{len(self.logprobs)} log-probs and "
                 f"{spans} tokens in spans must be equally many"
             )
 
@@ -188,8 +191,9 @@ class Call:
         return np.concatenate([self.prompt, self.tokens])
 
 
-# Calls on disk. The prompt is stored as its difference from the longest known prefix among the earlier
-# calls of the same attempt: `parent` names that call, `shared` counts the tokens taken from its `full`.
+# Calls on disk. The prompt is stored as its difference from the longest known prefix among the
+# earlier calls of the same attempt: `parent` names that call, `shared` counts the tokens taken from
+# its `full`.
 CALL_SCHEMA = pa.schema(
     [
         pa.field("call_id", pa.string(), nullable=False),

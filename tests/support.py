@@ -1,4 +1,5 @@
-"""Small stand-ins that tests share: a byte-level tokenizer and an engine that says what it is told."""
+"""Small stand-ins that tests share: a byte-level tokenizer and an engine that says what it is
+told."""
 
 from __future__ import annotations
 
@@ -12,19 +13,20 @@ import numpy as np
 from lightning_ray.engine.actor import Generation
 from lightning_ray.records import FinishReason, PolicyVersion, Span
 
-CHATML = (
-    "{%- if tools %}{{ '<|im_start|>system\n# Tools\n' }}{%- for tool in tools %}{{ tool | tojson }}"
-    "{%- endfor %}{{ '<|im_end|>\n' }}{%- endif %}"
-    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{%- for call in m.tool_calls or [] %}{{ '<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}"
-    "{%- endfor %}{{ '<|im_end|>\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
-)
+CHATML = """\
+{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}{{ '<|im_end|>\\n' }}{%- endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
 
 
 def make_tokenizer(folder: Path) -> Any:
-    """A tokenizer whose tokens are single bytes, with ChatML and Hermes tool calls, saved in `folder`."""
+    """A tokenizer whose tokens are single bytes, with ChatML and Hermes tool calls, saved in
+    `folder`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -45,8 +47,8 @@ def make_tokenizer(folder: Path) -> Any:
 
 
 class ScriptedEngine:
-    """An engine actor without a model: each call is answered with the next text of the script, the last
-    one again and again. Prompts are remembered."""
+    """An engine actor without a model: each call is answered with the next text of the script, the
+    last one again and again. Prompts are remembered."""
 
     def __init__(self, tokenizer_dir: str, script: list[str], seconds: float = 0.0) -> None:
         from transformers import AutoTokenizer

@@ -189,7 +189,7 @@ BAD_BODIES = {
     "a message that is text": b'{"messages": ["hi"]}',
     "an unknown role": b'{"messages": [{"role": "robot", "content": "x"}]}',
     "content that is a number": b'{"messages": [{"role": "user", "content": 1}]}',
-    "an image": b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+    "an image": b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
     "tool calls without a function": b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}',
     "tools that are text": b'{"messages": [{"role": "user", "content": "x"}], "tools": "bash"}',
     "too many choices": b'{"messages": [{"role": "user", "content": "x"}], "n": 100000}',
@@ -197,7 +197,8 @@ BAD_BODIES = {
     "no tokens": b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
     "streaming": b'{"messages": [{"role": "user", "content": "x"}], "stream": true}',
     "a forced tool": b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}',
-    "a schema": b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}',
+    "a schema": b'{"messages": [{"role": "user", "content": "x"}], '
+    b'"response_format": {"type": "json_object"}}',
 }
 
 

@@ -48,8 +48,8 @@ def test_a_resumed_run_visits_what_the_first_one_would_have(plan, more):
     seen = walk(plan, plan.first())
     for number, position in enumerate(seen):
         if position.phase is Phase.CHECKPOINT:
-            stored = plan.following(position)
-            assert walk(plan, plan.resumed(stored)) == seen[number + 1 :]
+            stored = plan.after_sync(position.step)
+            assert walk(plan, plan.resumed(stored)) == seen[number + 2 :]
     longer = Plan(
         plan.steps + more, plan.checkpoint_every, plan.validate_every, plan.has_validation
     )

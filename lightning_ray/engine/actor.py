@@ -1,13 +1,13 @@
 """One vLLM engine in a Ray actor.
 
 `generate` takes token ids and returns sampled token ids with the log-probabilities of the behaviour
-policy (temperature included) and the policy version that sampled them. `load_policy` puts new weights
-into the running engine. If the process dies, Ray starts the actor again and it comes back with the
-weights named by the policy file, not with the base model.
+policy (temperature included) and the policy version that sampled them. `load_policy` puts new
+weights into the running engine. If the process dies, Ray starts the actor again and it comes back
+with the weights named by the policy file, not with the base model.
 
-Invariants: a generation is stamped with the version that was loaded when its tokens were sampled; the
-prefix cache is empty after a change of weights; the process never hosts the trainer (vLLM replaces
-`torch.set_num_threads` and reseeds).
+Invariants: a generation is stamped with the version that was loaded when its tokens were sampled;
+the prefix cache is empty after a change of weights; the process never hosts the trainer (vLLM
+replaces `torch.set_num_threads` and reseeds).
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-# vLLM's CPU worker runs in one process only with the in-process executor.
-_CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_CPU_ENVIRONMENT = {
+    # vLLM's CPU worker runs in one process only with the in-process executor.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Idle OpenMP threads sleep instead of spinning: harnesses and the trainer need the same cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 
 class EngineStartError(RuntimeError):
@@ -95,8 +99,8 @@ def environment(config: RunConfig, on_gpu: bool) -> dict[str, str]:
 
 
 class EngineActor:
-    """See the module. `pointer` is the path of the policy file; without one the base model is served as
-    `base_version`."""
+    """See the module. `pointer` is the path of the policy file; without one the base model is
+    served as `base_version`."""
 
     def __init__(
         self,
@@ -112,6 +116,7 @@ class EngineActor:
         self._starting = asyncio.Lock()
         self._numbers = 0
         self._running = 0
+        self._asleep = False
 
     async def ready(self) -> PolicyVersion:
         """Starts vLLM if it is not running; the version it serves.
@@ -185,8 +190,8 @@ class EngineActor:
         )
 
     async def load_policy(self, policy: Policy, verify: bool) -> str | None:
-        """Loads new weights and stamps what is sampled from here on. Returns the checksum of the tensors
-        that were loaded if `verify`.
+        """Loads new weights and stamps what is sampled from here on. Returns the checksum of the
+        tensors that were loaded if `verify`.
 
         Raises:
             RuntimeError: a generation is running; its tokens would belong to two policies.
@@ -198,12 +203,24 @@ class EngineActor:
             )
         return await self._load(policy, verify)
 
+    async def sleep(self) -> None:
+        """Frees the GPU: weights are dropped (level 2), the next `load_policy` brings new ones.
+        Nothing to do on a CPU, where sleeping frees no memory."""
+        if self._on_gpu and self._llm is not None:
+            await self._llm.sleep(level=2)
+            self._asleep = True
+
     async def running(self) -> int:
         """Generations in flight."""
         return self._running
 
     async def _load(self, policy: Policy, verify: bool) -> str | None:
+        if self._asleep:
+            await self._llm.wake_up(tags=["weights"])
         digests = await self._llm.collective_rpc("load_policy", args=(policy.path, verify))
+        if self._asleep:
+            await self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
         await self._llm.reset_prefix_cache()
         self._version = policy.version
         return digests[0]
@@ -245,7 +262,8 @@ def _advice(error: Exception, config: RunConfig) -> str:
     reason = str(error)
     if "memory" in reason.lower() or "kv cache" in reason.lower():
         setting = (
-            f"lower model.max_model_len (now {config.model.max_model_len}), or give the engine more memory: "
+            f"lower model.max_model_len (now {config.model.max_model_len}), "
+            "or give the engine more memory: "
             f"engine.cpu_kv_cache_gib (now {config.engine.cpu_kv_cache_gib}) on a CPU, "
             f"engine.gpu_memory_utilization (now {config.engine.gpu_memory_utilization}) on a GPU"
         )

@@ -1,11 +1,11 @@
 """Routes calls over the engines: a rollout stays on one engine, and moves when that engine is gone.
 
-`Router` is pure: rendezvous hashing keeps a rollout where its prefix is cached, and when an engine is
-lost only the rollouts of that engine move. `EnginePool` is the I/O around it: it asks the engine, and
-when Ray says that the engine died it marks it as down and asks the next one.
+`Router` is pure: rendezvous hashing keeps a rollout where its prefix is cached, and when an engine
+is lost only the rollouts of that engine move. `EnginePool` is the I/O around it: it asks the
+engine, and when Ray says that the engine died it marks it as down and asks the next one.
 
-Invariants: as long as the set of engines that are up does not change, a rollout is always routed to the
-same one; a call fails only when every engine failed it.
+Invariants: as long as the set of engines that are up does not change, a rollout is always routed to
+the same one; a call fails only when every engine failed it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from lightning_ray.records import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-# A lost engine is back (started again, weights loaded) after tens of seconds; asking it sooner only waits.
+# A lost engine is back (started again, weights loaded) after tens of seconds; asking it sooner only
+# waits.
 DOWN_SECONDS = 30.0
 
 
@@ -42,7 +43,8 @@ class Router:
     down_until: dict[int, float] = field(default_factory=dict)
 
     def choose(self, rollout_id: str, now: float, excluded: Sequence[int] = ()) -> int | None:
-        """The engine for `rollout_id`, or None if all are excluded. Engines that are down come last."""
+        """The engine for `rollout_id`, or None if all are excluded. Engines that are down come
+        last."""
         candidates = [engine for engine in range(self.count) if engine not in excluded]
         if not candidates:
             return None
@@ -66,7 +68,8 @@ class EnginePool:
         self._router = Router(len(self.engines))
 
     async def generate(self, rollout_id: str, prompt: np.ndarray, **sampling: Any) -> Generation:
-        """`EngineActor.generate` on the engine of `rollout_id`, or on the next one if that one is gone.
+        """`EngineActor.generate` on the engine of `rollout_id`, or on the next one if that one is
+        gone.
 
         Raises:
             NoEngine: every engine failed.

@@ -1,7 +1,7 @@
 """Weights between trainer and engines: one checksum that both sides compute.
 
-Invariants: two sets of weights have the same checksum exactly if names, dtypes, shapes and bytes agree; the
-order in which they are given does not matter.
+Invariants: two sets of weights have the same checksum exactly if names, dtypes, shapes and bytes
+agree; the order in which they are given does not matter.
 """
 
 from __future__ import annotations

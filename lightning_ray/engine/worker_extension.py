@@ -1,8 +1,8 @@
 """Mixed into vLLM's worker: loads a safetensors file into the running model.
 
 Invariant: what is checksummed is what is loaded (the same tensors, read once). On a CPU vLLM packs
-linear weights when it loads them, so plain `load_weights` fails there; its layerwise reload works on
-every device.
+linear weights when it loads them, so plain `load_weights` fails there; its layerwise reload works
+on every device.
 """
 
 from __future__ import annotations

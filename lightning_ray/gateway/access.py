@@ -1,7 +1,8 @@
-"""Whose key is it? A harness key makes model calls for its own attempt while that attempt lives, and
-nothing else; a grader key posts the reward of one rollout.
+"""Whose key is it? A harness key makes model calls for its own attempt while that attempt lives,
+and nothing else; a grader key posts the reward of one rollout.
 
-Invariants: keys are compared in constant time and as hashes; no key, nor part of one, is in an error.
+Invariants: keys are compared in constant time and as hashes; no key, nor part of one, is in an
+error.
 """
 
 from __future__ import annotations

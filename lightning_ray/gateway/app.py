@@ -1,7 +1,8 @@
 """The Ray Serve deployment: HTTP routes around `service.Service`.
 
-Invariants: every answer that is not a 200 has OpenAI's error shape; a body above the limit is refused
-before it is read whole; a request that we fail to serve by a bug is a 500 with an id that is in the log.
+Invariants: every answer that is not a 200 has OpenAI's error shape; a body above the limit is
+refused before it is read whole; a request that we fail to serve by a bug is a 500 with an id that
+is in the log.
 """
 
 from __future__ import annotations

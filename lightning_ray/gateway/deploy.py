@@ -1,8 +1,8 @@
 """Starts and stops the gateway on Ray Serve.
 
-Serve reads its settings from the environment of its own processes, so `environment` must be part of the
-Ray job's runtime environment before Serve starts. HAProxy's files and side ports are derived from the
-gateway's port: two clusters on one machine do not collide.
+Serve reads its settings from the environment of its own processes, so `environment` must be part of
+the Ray job's runtime environment before Serve starts. HAProxy's files and side ports are derived
+from the gateway's port: two clusters on one machine do not collide.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray import serve
 
 from lightning_ray.config import GatewaySection, RunConfig
+
+log = logging.getLogger(__name__)
 
 APPLICATION = "lightning_ray"
 # Requests one replica holds at a time: agents wait for the model, so this only guards memory.
@@ -42,8 +45,7 @@ def environment(gateway: GatewaySection) -> dict[str, str]:
     }
     if not (gateway.haproxy and sys.platform == "linux"):
         return variables
-    # Short, and not below TMPDIR: Ray adds a 56-character folder, a socket's path ends at 97.
-    folder = Path("/tmp") / f"lr-haproxy-{gateway.port}"
+    folder = _proxy_folder(gateway.port)
     stats, metrics = free_port(), free_port()
     return {
         **variables,
@@ -65,24 +67,51 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def check_port(gateway: GatewaySection) -> None:
-    """Raises `GatewayStartError` if the gateway's port is taken on this machine."""
+def settle_port(config: RunConfig) -> RunConfig:
+    """`config` with a gateway port that can be listened on: port 0 becomes a free one.
+
+    Raises:
+        GatewayStartError: the port is taken.
+    """
+    gateway = config.gateway
+    if gateway.port == 0:
+        settled = gateway.model_copy(update={"port": free_port()})
+        return config.model_copy(update={"gateway": settled})
+    _end_orphaned_proxy(_proxy_folder(gateway.port))
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((gateway.host, gateway.port))
         except OSError as error:
             raise GatewayStartError(
-                f"cannot listen on {gateway.host}:{gateway.port}: {error.strerror}. Stop what uses the port, "
-                "or choose another with gateway.port=PORT"
+                f"cannot listen on {gateway.host}:{gateway.port}: {error.strerror}. Stop what uses "
+                "the port, or choose another with gateway.port=PORT"
             ) from error
+    return config
+
+
+def _proxy_folder(port: int) -> Path:
+    # Short, and not below TMPDIR: Ray adds a 56-character folder, a socket's path ends at 97.
+    return Path("/tmp") / f"lr-haproxy-{port}"
+
+
+def _end_orphaned_proxy(folder: Path) -> None:
+    """Ends an HAProxy that reads its configuration from `folder` and has lost its parent: it
+    outlives a Ray cluster that was killed, and would go on answering 503 on our port."""
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        command = process.info["cmdline"] or []
+        mine = any(argument.startswith(f"{folder}/") for argument in command)
+        if mine and process.info["ppid"] == 1:
+            log.warning("ending the HAProxy (pid %d) of a run that was killed", process.pid)
+            process.kill()
+            process.wait(10)
 
 
 def start(config: RunConfig, model_dir: Path, engines: list[Any], store: Any) -> str:
     """Starts the gateway; returns the base URL for harnesses (without a path).
 
     Raises:
-        GatewayStartError: the port is taken, or another run has its gateway on this cluster.
+        GatewayStartError: another run has its gateway on this cluster.
     """
     from lightning_ray.gateway.app import GatewayDeployment
 
@@ -91,7 +120,6 @@ def start(config: RunConfig, model_dir: Path, engines: list[Any], store: Any) ->
         raise GatewayStartError(
             "another run has its gateway on this Ray cluster; stop that run, or use another cluster"
         )
-    check_port(gateway)
     serve.start(http_options={"host": gateway.host, "port": gateway.port})
     deployment = serve.deployment(GatewayDeployment).options(
         name="gateway",

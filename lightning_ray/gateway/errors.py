@@ -1,8 +1,8 @@
 """Errors that a harness may see, in OpenAI's shape.
 
-Invariant: what is wrong with a request is a 4xx, which SDKs do not retry; what is wrong with us is a 503
-with `Retry-After: 20`, which every harness survives (a 429 without it kills Codex, a longer one kills
-Claude Code). A 500 is a bug of ours.
+Invariant: what is wrong with a request is a 4xx, which SDKs do not retry; what is wrong with us is
+a 503 with `Retry-After: 20`, which every harness survives (a 429 without it kills Codex, a longer
+one kills Claude Code). A 500 is a bug of ours.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def context_overflow(limit: int, prompt_tokens: int, max_tokens: int) -> ApiErro
     """The prompt does not fit. Harnesses recognise vLLM's wording and this code, and compact."""
     return ApiError(
         400,
-        f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
+        f"This model's maximum context length is {limit} tokens. "
+        f"However, you requested {max_tokens} "
         f"output tokens and your prompt contains {prompt_tokens} input tokens, for a total of "
         f"{prompt_tokens + max_tokens} tokens. Please reduce the length of the input prompt or the "
         "number of requested output tokens.",

@@ -1,7 +1,7 @@
 """Text to tokens and back: chat template, tokenizer, tool-call and reasoning parsers.
 
-The parsers are vLLM's own classes. Invariants: what `render` returns is exactly what the engine sees;
-`parse` never loses text: what is no tool call or reasoning comes back as content.
+The parsers are vLLM's own classes. Invariants: what `render` returns is exactly what the engine
+sees; `parse` never loses text: what is no tool call or reasoning comes back as content.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The path of a model call: access, dialect, render, sample, record, answer.
 
-Invariants: a call is on disk before its answer leaves; a call of an attempt that has ended is refused,
-also when it ended while the call was sampled; the harness's model name is recorded and ignored.
+Invariants: a call is on disk before its answer leaves; a call of an attempt that has ended is
+refused, also when it ended while the call was sampled; the harness's model name is recorded and
+ignored.
 """
 
 from __future__ import annotations

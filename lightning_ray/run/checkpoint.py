@@ -1,8 +1,8 @@
 """Checkpoints of a run: `checkpoints/step-00004/` with `state.json`, `trainer/` and `hf/`.
 
-A checkpoint is written under a temporary name, made durable, and renamed. Invariants: a folder without
-`.partial` in its name is whole; the best one is never pruned; the weights in it have the checksum that
-its state names.
+A checkpoint is written under a temporary name, made durable, and renamed. Invariants: a folder
+without `.partial` in its name is whole; the best one is never pruned; the weights in it have the
+checksum that its state names.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from lightning_ray.run.cycle import Phase, Position
 
 @dataclass(frozen=True)
 class State:
-    """What a run resumes from. `position` is what comes next; `checksum` is that of the exported weights;
-    `consumed` are the ids of the groups that this lineage of weights was trained on in its last step."""
+    """What a run resumes from. `position` is what comes next; `checksum` is that of the exported
+    weights; `consumed` are the ids of the groups that this lineage of weights was trained on in its
+    last step."""
 
     position: Position
     version: PolicyVersion
@@ -72,7 +73,8 @@ class Checkpoints:
         return final
 
     def mark_best(self, step: int, score: float) -> None:
-        """Keeps the checkpoint of `step` if its score is the best so far (a later one wins a tie)."""
+        """Keeps the checkpoint of `step` if its score is the best so far (a later one wins a
+        tie)."""
         best = self.best()
         if best is None or score >= best[1]:
             temporary = self._root / "best.tmp"

@@ -13,7 +13,8 @@ from lightning_ray.config import RunConfig
 from lightning_ray.gateway import deploy
 from lightning_ray.placement import Device, plan
 
-# Bytes of the object store of a local Ray: weights travel through files, only calls through the store.
+# Bytes of the object store of a local Ray: weights travel through files, only calls through the
+# store.
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
 # Ray warns of ever-changing internals on stderr; a run's own messages would drown in it.
 _QUIET = {
@@ -24,9 +25,13 @@ _QUIET = {
     "PYTHONWARNINGS": "ignore",
 }
 
+# Of a local Ray itself. A run starts more workers than Ray expects of two cores, and it would warn.
+_QUIET_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_maximum_startup_concurrency": "8"}
+
 
 def connect(config: RunConfig) -> None:
-    """Joins the cluster that `RAY_ADDRESS` names (`ray job submit` sets it) or starts a local one."""
+    """Joins the cluster that `RAY_ADDRESS` names (`ray job submit` sets it) or starts a local
+    one."""
     quiet()
     env = environment(config)
     common = {
@@ -38,8 +43,8 @@ def connect(config: RunConfig) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**common)
     else:
-        # Logical CPUs: at least what the bundles and all harnesses ask for. They mostly wait for the
-        # model; rollout.concurrency is what bounds them on one machine.
+        # Logical CPUs: at least what the bundles and all harnesses ask for. They mostly wait for
+        # the model; rollout.concurrency is what bounds them on one machine.
         asked = sum(bundle["CPU"] for bundle in plan(config, Device.CPU))
         asked += config.rollout.concurrency * config.rollout.cpus + 1
         ray.init(
@@ -57,8 +62,7 @@ def environment(config: RunConfig) -> Mapping[str, str]:
 
 def quiet() -> None:
     """Keeps libraries from writing over the run's own messages."""
-    os.environ.update({**_QUIET, "RAY_USAGE_STATS_ENABLED": "0"})
+    os.environ.update({**_QUIET, **_QUIET_RAY})
     warnings.filterwarnings("ignore")
-    os.environ.setdefault("RAY_LOG_TO_DRIVER_EVENT_LEVEL", "FATAL")
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)

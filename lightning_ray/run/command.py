@@ -2,8 +2,8 @@
 
     python jobs/train_swe.py [CONFIG.yaml] [section.key=value ...] [--dry-run]
 
-Whatever a user can put right (configuration, a taken port, a full disk, a busy run directory) ends in
-one line on stderr and exit status 2; an interrupted run says how to resume and ends with 130.
+Whatever a user can put right (configuration, a taken port, a full disk, a busy run directory) ends
+in one line on stderr and exit status 2; an interrupted run says how to resume and ends with 130.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _dry_run(config: RunConfig) -> None:
 def _train(config: RunConfig, resolve_model: ModelResolver, command: str) -> int:
     resume = f"python {command}"
 
-    def work(console: Console) -> None:
+    def work(config: RunConfig, console: Console) -> None:
         from lightning_ray.run import ending
         from lightning_ray.run.driver import Run
 
@@ -101,7 +101,7 @@ def evaluate(resolve_model: ModelResolver, argv: Sequence[str] | None = None) ->
     except ConfigError as error:
         return _fail(str(error))
 
-    def work(console: Console) -> None:
+    def work(config: RunConfig, console: Console) -> None:
         from lightning_ray.report.summary import final_table
 
         with console:
@@ -113,7 +113,7 @@ def evaluate(resolve_model: ModelResolver, argv: Sequence[str] | None = None) ->
     return _on_cluster(config, work, " ".join(map(shlex.quote, ["python", *sys.argv])))
 
 
-def _on_cluster(config: RunConfig, work: Callable[[Console], None], again: str) -> int:
+def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], again: str) -> int:
     """Does `work` on a Ray cluster; `again` is the command that goes on after a failure."""
     from lightning_ray.run import cluster
 
@@ -121,7 +121,7 @@ def _on_cluster(config: RunConfig, work: Callable[[Console], None], again: str) 
     import ray
 
     from lightning_ray.engine.actor import EngineStartError
-    from lightning_ray.gateway.deploy import GatewayStartError
+    from lightning_ray.gateway.deploy import GatewayStartError, settle_port
     from lightning_ray.placement import PlacementError
     from lightning_ray.run.stack import RunError
     from lightning_ray.store.rollouts import StoreError
@@ -129,10 +129,11 @@ def _on_cluster(config: RunConfig, work: Callable[[Console], None], again: str) 
 
     console = Console(config.run.name)
     try:
+        config = settle_port(config)
         cluster.connect(config)
         # After `connect`: Ray's own handler would print a stack trace and end the process at once.
         signal.signal(signal.SIGTERM, _interrupt)
-        work(console)
+        work(config, console)
         return 0
     except KeyboardInterrupt:
         console.close()

@@ -1,10 +1,13 @@
 """The run as a state machine: which phase comes next. Pure: no clock, no I/O.
 
-A run starts with a validation (if it has validation tasks) and then repeats collect, update, sync,
-checkpoint, validate. A checkpoint holds the position *after* it, so a resumed run goes on there.
+A run starts with a validation (if it has validation tasks) and then repeats collect, update,
+checkpoint, sync, validate. Engines sleep from update to sync, so that trainer and engines take
+turns on a GPU. A resumed run starts its engines with the checkpoint's weights: it goes on after the
+sync.
 
-Invariants: `step` counts the updates done and never falls; every validated step is checkpointed first,
-so the best one can be kept; the last step is always checkpointed and, with validation tasks, validated.
+Invariants: `step` counts the updates done and never falls; every validated step is checkpointed
+first, so the best one can be kept; the last step is always checkpointed and, with validation tasks,
+validated.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ class Phase(StrEnum):
     VALIDATE = "validate"  # rollouts of the validation tasks, not trained on
     COLLECT = "collect"  # rollouts of this step's groups
     UPDATE = "update"  # optimizer steps; afterwards the policy has a new version
-    SYNC = "sync"  # the engines get the new weights
     CHECKPOINT = "checkpoint"  # everything a resumed run needs goes to disk
+    SYNC = "sync"  # the engines get the new weights
     DONE = "done"
 
 
@@ -34,7 +37,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Plan:
-    """When the phases are due. `validate_every` 0 means before the first step and after the last."""
+    """When the phases are due. `validate_every` 0 means before the first step and after the
+    last."""
 
     steps: int
     checkpoint_every: int
@@ -51,14 +55,11 @@ class Plan:
             case Phase.COLLECT:
                 return Position(step, Phase.UPDATE)
             case Phase.UPDATE:
-                return Position(step + 1, Phase.SYNC)
-            case Phase.SYNC:
-                return (
-                    Position(step, Phase.CHECKPOINT)
-                    if self._checkpoints(step)
-                    else self._go_on(step)
-                )
+                due = self._checkpoints(step + 1)
+                return Position(step + 1, Phase.CHECKPOINT if due else Phase.SYNC)
             case Phase.CHECKPOINT:
+                return Position(step, Phase.SYNC)
+            case Phase.SYNC:
                 return (
                     Position(step, Phase.VALIDATE) if self._validates(step) else self._go_on(step)
                 )
@@ -66,6 +67,10 @@ class Plan:
                 return self._go_on(step)
             case Phase.DONE:
                 return position
+
+    def after_sync(self, step: int) -> Position:
+        """Where a run goes on that starts with the weights of `step`."""
+        return self.following(Position(step, Phase.SYNC))
 
     def resumed(self, position: Position) -> Position:
         """A stored position under this plan, whose `steps` may have been raised since."""

@@ -1,7 +1,7 @@
 """Tasks: where they come from and in which order they are trained on.
 
-Invariants: task ids are unique within a data set; the order depends only on the seed and the position,
-so a resumed run skips no task and repeats none.
+Invariants: task ids are unique within a data set; the order depends only on the seed and the
+position, so a resumed run skips no task and repeats none.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lightning_ray.records import PolicyVersion, RolloutSpec, Split, Task
 
 
 def load_tasks(source: str, key: str) -> list[Task]:
-    """The tasks of `source`, a `module:function` or a JSONL file with `task_id`, `statement` and any
-    other fields. `key` is the configuration key it came from, for messages.
+    """The tasks of `source`, a `module:function` or a JSONL file with `task_id`, `statement` and
+    any other fields. `key` is the configuration key it came from, for messages.
 
     Raises:
         ConfigError: there is no such source, or a row is not a task.
@@ -80,8 +80,9 @@ def order(count: int, seed: int, start: int, length: int) -> list[int]:
 def training_specs(
     tasks: Sequence[Task], step: int, version: PolicyVersion, groups: int, n: int, seed: int
 ) -> list[RolloutSpec]:
-    """The rollouts of training step `step` (from 1). Their ids name the weights that will sample them, so
-    a restarted step finds what its lost predecessor finished, and a step after a rollback does not."""
+    """The rollouts of training step `step` (from 1). Their ids name the weights that will sample
+    them, so a restarted step finds what its lost predecessor finished, and a step after a rollback
+    does not."""
     specs = []
     chosen = order(len(tasks), seed, (step - 1) * groups, groups)
     for number, index in enumerate(chosen):

@@ -1,9 +1,9 @@
 """The training run: does what the state machine of `cycle.py` says, phase after phase.
 
-Every phase is a method; between two phases nothing is held but the position, the policy version and the
-rollouts of the current step. Invariants: metrics of a step are written once; after `kill -9` the same
-command goes on at the last checkpoint with the same weights (their checksums are compared), and uses
-again what had finished since, if those weights sampled it.
+Every phase is a method; between two phases nothing is held but the position, the policy version and
+the rollouts of the current step. Invariants: metrics of a step are written once; after `kill -9`
+the same command goes on at the last checkpoint with the same weights (their checksums are
+compared), and uses again what had finished since, if those weights sampled it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Run:
             bool(self._validation),
         )
         self._estimator = estimator(config.algorithm)
-        # Weights made by this process belong to a lineage of their own: after a rollback the same step
-        # number names other weights than before.
+        # Weights made by this process belong to a lineage of their own: after a rollback the same
+        # step number names other weights than before.
         self._lineage = secrets.token_hex(3)
         self._version = PolicyVersion(self._lineage, 0)
         self._position = self._plan.first()
@@ -67,9 +67,8 @@ class Run:
     def execute(self) -> Results:
         """Runs to the end.
 
-        Raises:
-            RunError, TrainerDied, PlacementError, EngineStartError, GatewayStartError, StoreLocked: see
-                there; the run directory is whole and the same command goes on from it.
+        Raises: RunError, TrainerDied, PlacementError, EngineStartError, GatewayStartError,
+            StoreLocked: see there; the run directory is whole and the same command goes on from it.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         bundles: Bundles | None = None
@@ -86,6 +85,7 @@ class Run:
             self._show("starting", note="trainer")
             self._trainer = Trainer(self._config, self._model_dir, bundles, self._config.run.steps)
             self._restore()
+            self._trainer.sleep()
             self._show("starting", note="engine and gateway")
             self._stack.start(bundles, self._version)
             while self._position.phase is not Phase.DONE:
@@ -103,8 +103,8 @@ class Run:
             Phase.VALIDATE: self._validate,
             Phase.COLLECT: self._collect,
             Phase.UPDATE: self._update,
-            Phase.SYNC: self._sync,
             Phase.CHECKPOINT: self._checkpoint,
+            Phase.SYNC: self._sync,
         }
         self._show(position.phase)
         phases[position.phase]()
@@ -139,30 +139,40 @@ class Run:
         made = batch.build(self._groups, calls, self._config, self._estimator)
         dataset.write(made, self.run_dir, self._position.step + 1)
         self._values |= made.statistics
+        self._stack.sleep()
+        self._trainer.wake()
         self._values |= self._trainer.update(made.table)
         self._consumed = tuple(sorted({r.spec.group_id for r in self._groups}))
         self._version = PolicyVersion(self._lineage, self._position.step + 1)
-
-    def _sync(self) -> None:
-        path = self.run_dir / "policy" / f"step-{self._version.step:05d}.safetensors"
-        path.parent.mkdir(exist_ok=True)
-        self._checksum = self._trainer.export(path)
-        verify = self._config.engine.verify_sync
-        self._stack.load(Policy(str(path), self._version), self._checksum if verify else None)
-        for old in path.parent.glob("*.safetensors"):
-            if old != path:
-                old.unlink()
+        self._export()
 
     def _checkpoint(self) -> None:
-        state = State(
-            self._plan.following(self._position), self._version, self._checksum, self._consumed
-        )
+        position = self._plan.after_sync(self._position.step)
+        state = State(position, self._version, self._checksum, self._consumed)
         self._checkpoints.write(state, self._fill_checkpoint)
 
     def _fill_checkpoint(self, folder: Path) -> None:
         (folder / "trainer").mkdir()
         self._trainer.save(folder / "trainer")
         self._trainer.save_hf(folder / "hf")
+
+    def _sync(self) -> None:
+        self._trainer.sleep()
+        verify = self._config.engine.verify_sync
+        policy = Policy(str(self._policy_path), self._version)
+        self._stack.load(policy, self._checksum if verify else None)
+        for old in self._policy_path.parent.glob("*.safetensors"):
+            if old != self._policy_path:
+                old.unlink()
+
+    def _export(self) -> None:
+        self._policy_path.parent.mkdir(exist_ok=True)
+        self._checksum = self._trainer.export(self._policy_path)
+
+    @property
+    def _policy_path(self) -> Path:
+        """The weights of the present version, as the engines read them."""
+        return self.run_dir / "policy" / f"step-{self._version.step:05d}.safetensors"
 
     def _validate(self) -> None:
         specs = data.validation_specs(self._validation, self._version)
@@ -182,7 +192,8 @@ class Run:
         path = self.run_dir / "config.yaml"
         if path.exists() and (before := load(path).model.path) != self._config.model.path:
             raise RunError(
-                f"{self.run_dir} holds a run of model.path={before}, not {self._config.model.path}; "
+                f"{self.run_dir} holds a run of model.path={before}, "
+                f"not {self._config.model.path}; "
                 "choose another run.name, or delete that directory"
             )
         path.write_text(dump(self._config))
@@ -197,15 +208,14 @@ class Run:
         self._trainer.load(folder / "trainer")
         self._version, self._position = state.version, self._plan.resumed(state.position)
         self._consumed = state.consumed
-        path = self.run_dir / "policy" / f"step-{self._version.step:05d}.safetensors"
-        path.parent.mkdir(exist_ok=True)
-        self._checksum = self._trainer.export(path)
+        self._export()
         if self._checksum != state.checksum:
             raise RunError(
-                f"the weights in {folder} have the checksum {self._checksum}, but {state.checksum} was "
+                f"the weights in {folder} have the checksum "
+                f"{self._checksum}, but {state.checksum} was "
                 "written; delete that checkpoint to go on from the one before it"
             )
-        Policy(str(path), self._version).write(self._stack.pointer)
+        Policy(str(self._policy_path), self._version).write(self._stack.pointer)
         self._metrics.truncate(self._version.step - (self._position.phase is Phase.VALIDATE))
         self._say(f"resuming at step {self._version.step} from {folder}")
 
@@ -220,7 +230,8 @@ class Run:
             f"{n} x {o}" for o, n in Counter(r.outcome for r in failed).most_common()
         )
         raise RunError(
-            f"{len(failed)} of {len(rollouts)} rollouts were lost to infrastructure ({outcomes}); training "
+            f"{len(failed)} of {len(rollouts)} rollouts were lost to "
+            f"infrastructure ({outcomes}); training "
             f"on the rest would be training on noise. The last one, {failed[-1].spec.rollout_id}: "
             f"{failed[-1].detail or failed[-1].outcome}. Logs are in {self.run_dir / 'rollouts'}; "
             "run.max_infrastructure_faults sets the limit"

@@ -18,7 +18,8 @@ from lightning_ray.run.checkpoint import Checkpoints
 
 @dataclass(frozen=True)
 class Results:
-    """Where a finished run's results lie. `model` is a Hugging Face folder with the best weights."""
+    """Where a finished run's results lie. `model` is a Hugging Face folder with the best
+    weights."""
 
     run_dir: Path
     checkpoint: Path
@@ -98,8 +99,8 @@ def write_transcripts(
 
 
 def keep_model(run_dir: Path, checkpoints: Checkpoints) -> Results:
-    """Puts the best checkpoint's Hugging Face folder at `model/` of the run directory (hard links where
-    the file system has them, so it costs no space)."""
+    """Puts the best checkpoint's Hugging Face folder at `model/` of the run directory (hard links
+    where the file system has them, so it costs no space)."""
     latest, best = checkpoints.latest(), checkpoints.best()
     assert latest is not None  # the last step is always checkpointed
     source = (best[0] if best else latest[0]) / "hf"

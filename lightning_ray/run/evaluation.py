@@ -42,7 +42,8 @@ def config_of(run_dir: Path, overrides: list[str]) -> RunConfig:
 def evaluate(
     config: RunConfig, base_dir: Path, run_dir: Path, samples: int, console: Console
 ) -> tuple[Score, Score]:
-    """The scores of the base model and of `run_dir`'s trained weights, `samples` rollouts a task."""
+    """The scores of the base model and of `run_dir`'s trained weights, `samples` rollouts a
+    task."""
     tasks = data.load_tasks(str(config.task.validation), "task.validation")
     stack = Stack(config, base_dir, run_dir / "evaluations")
     stack.pointer.parent.mkdir(parents=True, exist_ok=True)

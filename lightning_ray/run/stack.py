@@ -1,8 +1,8 @@
 """Everything that turns tasks into graded rollouts: store, engines, gateway, controller.
 
 `Stack.start` brings them up in the order in which they need each other; `collect` runs rollouts and
-returns them when all are in a final state. Invariants: a rollout that the store knows as finished is not
-run again; `stop` ends every harness before it ends what they talk to.
+returns them when all are in a final state. Invariants: a rollout that the store knows as finished
+is not run again; `stop` ends every harness before it ends what they talk to.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Stack:
         ray.get(self.store.end_orphans.remote(time.time()))
 
     def start(self, bundles: Bundles, version: PolicyVersion) -> None:
-        """Starts the engines (serving the policy file, or the base model as `version`), the gateway and
-        the controller.
+        """Starts the engines (serving the policy file, or the base model as `version`), the gateway
+        and the controller.
 
         Raises:
             EngineStartError: vLLM refused the model.
@@ -83,14 +83,20 @@ class Stack:
         url = deploy.start(self.config, self._model_dir, self.engines, self.store)
         self._controller = controller.start(self.config, self.store, url)
 
+    def sleep(self) -> None:
+        """Frees the engines' GPU memory; there must be no call in flight."""
+        ray.get([engine.sleep.remote() for engine in self.engines])
+
     def load(self, policy: Policy, checksum: str | None) -> None:
-        """Puts new weights into every engine; with a `checksum`, checks that they arrived whole."""
+        """Wakes every engine and puts new weights into it; with a `checksum`, checks that they
+        arrived whole."""
         policy.write(self.pointer)
         verify = checksum is not None
         for digest in ray.get([e.load_policy.remote(policy, verify) for e in self.engines]):
             if verify and digest != checksum:
                 raise RunError(
-                    f"an engine was handed weights with checksum {digest}, the trainer wrote {checksum}; "
+                    f"an engine was handed weights with checksum {digest}, "
+                    f"the trainer wrote {checksum}; "
                     "the disk or memory is faulty"
                 )
 
@@ -113,8 +119,10 @@ class Stack:
                 missing = [rollout_id for rollout_id in ids if rollout_id not in done]
                 raise RunError(
                     f"{len(missing)} of {len(ids)} rollouts did not finish within "
-                    f"run.collect_timeout_s={self.config.run.collect_timeout_s:g} s, among them {missing[0]} "
-                    f"({status.running} running, {status.grading} in grading, {status.queued} queued); "
+                    f"run.collect_timeout_s={self.config.run.collect_timeout_s:g} s, "
+                    f"among them {missing[0]} "
+                    f"({status.running} running, {status.grading} in "
+                    f"grading, {status.queued} queued); "
                     f"their logs are in {self._run_dir / 'rollouts'}"
                 )
             for finished in ray.get(self._controller.next_finished.remote(POLL_SECONDS)):

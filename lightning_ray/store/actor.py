@@ -1,13 +1,14 @@
 """The Ray actor that owns a `RolloutStore`: durable answers, grouped commits.
 
-Every operation runs on one thread, in the order it arrived. Calls that arrive while an fsync is under
-way are written together by the next one (group commit). If the actor dies, Ray starts it again and it
-opens the same folder; what it had answered is on disk.
+Every operation runs on one thread, in the order it arrived. Calls that arrive while an fsync is
+under way are written together by the next one (group commit). If the actor dies, Ray starts it
+again and it opens the same folder; what it had answered is on disk.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -104,10 +105,8 @@ class StoreActor:
         event = self._rewarded.setdefault(rollout_id, asyncio.Event())
         reward = await self._run(self._store.reward, rollout_id)
         if reward is None:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), timeout_s)
-            except TimeoutError:
-                pass
             reward = await self._run(self._store.reward, rollout_id)
         self._rewarded.pop(rollout_id, None)
         return reward
@@ -134,8 +133,8 @@ class StoreActor:
 
 
 def start(directory: Path) -> Any:
-    """A handle of a new store actor on this node (the one that has the disk). Raises `StoreError` at the
-    first use if another run owns the folder."""
+    """A handle of a new store actor on this node (the one that has the disk). Raises `StoreError`
+    at the first use if another run owns the folder."""
     actor = ray.remote(StoreActor).options(
         num_cpus=0,
         max_restarts=-1,

@@ -1,8 +1,8 @@
 """How a call becomes an Arrow row and back (`CALL_SCHEMA`).
 
-A prompt is stored as its difference from the earlier call of the same attempt that shares the longest
-prefix with it. Invariant: `call_from_row` gives back exactly the call that `call_to_row` was given, when
-`fulls` holds the tokens of the calls before it.
+A prompt is stored as its difference from the earlier call of the same attempt that shares the
+longest prefix with it. Invariant: `call_from_row` gives back exactly the call that `call_to_row`
+was given, when `fulls` holds the tokens of the calls before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from lightning_ray.records import Call, FinishReason, PolicyVersion, Span
 def longest_shared_prefix(
     prompt: np.ndarray, earlier: Sequence[tuple[str, np.ndarray]]
 ) -> tuple[str | None, int]:
-    """The earlier call whose tokens share the longest prefix with `prompt`, and how long that is."""
+    """The earlier call whose tokens share the longest prefix with `prompt`, and how long that
+    is."""
     best: tuple[str | None, int] = (None, 0)
     for call_id, full in reversed(earlier):  # the latest one is the likeliest parent
         length = min(len(full), len(prompt))

@@ -1,11 +1,13 @@
 """An append-only log of Arrow record batches, sealed into Arrow files.
 
-The open segment (`000001.log`) is a sequence of frames: 4 bytes length, 4 bytes CRC-32, then one record
-batch in Arrow IPC encoding. `append` returns after an fsync. When the segment is full it is *sealed*:
-written as `000001.arrow` (Arrow IPC file, zstd) under a temporary name, renamed, and the log removed.
+The open segment (`000001.log`) is a sequence of frames: 4 bytes length, 4 bytes CRC-32, then one
+record batch in Arrow IPC encoding. `append` returns after an fsync. When the segment is full it is
+*sealed*: written as `000001.arrow` (Arrow IPC file, zstd) under a temporary name, renamed, and the
+log removed.
 
-Invariants: a batch is addressed by (segment, ordinal), also after sealing; what `append` returned for
-survives a crash; a torn or corrupt tail is cut off when the log is opened, and `torn_bytes` says so.
+Invariants: a batch is addressed by (segment, ordinal), also after sealing; what `append` returned
+for survives a crash; a torn or corrupt tail is cut off when the log is opened, and `torn_bytes`
+says so.
 """
 
 from __future__ import annotations

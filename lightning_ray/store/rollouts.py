@@ -1,12 +1,14 @@
 """The rollout store: lifecycle in SQLite, calls in the call log.
 
-`RolloutStore` is plain and synchronous, and has one owner at a time (a lock on the store's folder). A
-call is appended to the log and fsynced before it is indexed in SQLite; index rows are committed together
-with the next lifecycle change, and after a crash they are made again from the open segment.
+`RolloutStore` is plain and synchronous, and has one owner at a time (a lock on the store's folder).
+A call is appended to the log and fsynced before it is indexed in SQLite; index rows are committed
+together with the next lifecycle change, and after a crash they are made again from the open
+segment.
 
 Invariants: `append` is idempotent by call id, and returns only when the calls are on disk; a call's
-prompt is stored as its difference from an earlier call of the same attempt, so a long attempt costs its
-length, not its square; a rollout has at most one reward; an attempt that has ended takes no more calls.
+prompt is stored as its difference from an earlier call of the same attempt, so a long attempt costs
+its length, not its square; a rollout has at most one reward; an attempt that has ended takes no
+more calls.
 """
 
 from __future__ import annotations
@@ -50,11 +52,12 @@ create table if not exists attempts (
     key_hash text not null, started_at real not null, ended_at real, outcome text, detail text,
     last_fault integer);
 create table if not exists rewards (
-    rollout_id text primary key, value real not null, solved integer not null, metrics text not null,
-    source text not null);
+    rollout_id text primary key, value real not null, solved integer not null,
+    metrics text not null, source text not null);
 create table if not exists calls (
-    call_id text primary key, attempt_id text not null, seq integer not null, sampled integer not null,
-    segment integer not null, batch integer not null, row integer not null);
+    call_id text primary key, attempt_id text not null, seq integer not null,
+    sampled integer not null, segment integer not null, batch integer not null,
+    row integer not null);
 create index if not exists calls_by_attempt on calls (attempt_id, seq);
 """
 
@@ -92,8 +95,8 @@ class AttemptInfo:
 
 @dataclass(frozen=True)
 class AttemptSummary:
-    """How an attempt's calls went. `last_fault` is the HTTP status (500 or above) that the gateway gave
-    last, None if its last answer was fine."""
+    """How an attempt's calls went. `last_fault` is the HTTP status (500 or above) that the gateway
+    gave last, None if its last answer was fine."""
 
     calls: int
     sampled_tokens: int
@@ -134,7 +137,8 @@ class RolloutStore:
         specs = list(specs)
         with self._db:
             self._db.executemany(
-                "insert or ignore into rollouts (rollout_id, group_id, split, step, task, state) values (?,?,?,?,?,?)",
+                "insert or ignore into rollouts (rollout_id, group_id, split, "
+                "step, task, state) values (?,?,?,?,?,?)",
                 [
                     (
                         s.rollout_id,
@@ -159,11 +163,13 @@ class RolloutStore:
         """Makes the attempt's key valid. `key_hash` is the SHA-256 of the key, in hex."""
         with self._db:
             self._db.execute(
-                "insert into attempts (attempt_id, rollout_id, number, key_hash, started_at) values (?,?,?,?,?)",
+                "insert into attempts (attempt_id, rollout_id, number, "
+                "key_hash, started_at) values (?,?,?,?,?)",
                 (attempt_id, rollout_id, number, key_hash, started_at),
             )
             self._db.execute(
-                "update rollouts set state = 'running', attempts = max(attempts, ?) where rollout_id = ?",
+                "update rollouts set state = 'running', attempts = "
+                "max(attempts, ?) where rollout_id = ?",
                 (number + 1, rollout_id),
             )
 
@@ -173,7 +179,8 @@ class RolloutStore:
         """Ends the attempt: its key is dead from here on."""
         with self._db:
             self._db.execute(
-                "update attempts set outcome = ?, detail = ?, ended_at = ? where attempt_id = ? and ended_at is null",
+                "update attempts set outcome = ?, detail = ?, ended_at = ? where "
+                "attempt_id = ? and ended_at is null",
                 (outcome, detail, ended_at, attempt_id),
             )
         self._live.pop(attempt_id, None)
@@ -190,7 +197,8 @@ class RolloutStore:
         """Ends the attempts that a crashed run left open; returns how many."""
         with self._db:
             ended = self._db.execute(
-                "update attempts set outcome = ?, detail = 'the run was stopped', ended_at = ? where ended_at is null",
+                "update attempts set outcome = ?, detail = 'the run was stopped', "
+                "ended_at = ? where ended_at is null",
                 (Outcome.NODE_LOST, ended_at),
             )
             self._db.execute(
@@ -218,7 +226,8 @@ class RolloutStore:
         """Puts a rollout into its final state; a second time changes nothing."""
         with self._db:
             self._db.execute(
-                "update rollouts set state = ?, finished = ? where rollout_id = ? and finished is null",
+                "update rollouts set state = ?, finished = ? where "
+                "rollout_id = ? and finished is null",
                 (finished.state, _finished_to_json(finished), finished.spec.rollout_id),
             )
 
@@ -269,8 +278,8 @@ class RolloutStore:
     # -- calls ----------------------------------------------------------------------------------
 
     def append(self, calls: Sequence[Call]) -> list[StoreError | None]:
-        """Writes calls in one commit; on return they are on disk. `seq` is assigned here. The result says
-        for each call None (stored, or stored before) or why it was refused.
+        """Writes calls in one commit; on return they are on disk. `seq` is assigned here. The
+        result says for each call None (stored, or stored before) or why it was refused.
 
         Raises:
             OSError: the disk refused; none of them is stored.
@@ -386,7 +395,8 @@ class RolloutStore:
         return bytes.fromhex(path.read_text())
 
     def _select(self, sql: str, values: Sequence[str]) -> list[tuple]:
-        """Runs a query with an `in (%s)` list of any length (SQLite takes 32,766 variables at most)."""
+        """Runs a query with an `in (%s)` list of any length (SQLite takes 32,766 variables at
+        most)."""
         rows: list[tuple] = []
         for start in range(0, len(values), 10_000):
             part = list(values[start : start + 10_000])

@@ -1,7 +1,7 @@
 """The protocols that harnesses speak, one module each, all of one shape:
 
-`parse(body) -> ChatRequest` reads a request body; `respond(request, turns, usage) -> dict` writes the
-answer. Nothing else knows a protocol.
+`parse(body) -> ChatRequest` reads a request body; `respond(request, turns, usage) -> dict` writes
+the answer. Nothing else knows a protocol.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from lightning_ray.records import FinishReason
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What a harness asks for, whatever its protocol. `messages` and `tools` are in the form that chat
-    templates take: content is text, tool-call arguments are objects."""
+    """What a harness asks for, whatever its protocol. `messages` and `tools` are in the form that
+    chat templates take: content is text, tool-call arguments are objects."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None

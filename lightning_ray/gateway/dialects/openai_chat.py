@@ -1,10 +1,12 @@
 """OpenAI Chat Completions, without streaming.
 
-Invariant: fields that we do not know are ignored; a value that we cannot serve is a 400 that names it.
+Invariant: fields that we do not know are ignored; a value that we cannot serve is a 400 that names
+it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -157,10 +159,9 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         raise ApiError(400, f"`{where}` must be a function call with a name.", param=where)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
+        # A malformed call of the model comes back as it was: templates take text too.
+        with contextlib.suppress(ValueError):
             arguments = json.loads(arguments)
-        except ValueError:
-            pass  # a malformed call of the model comes back as it was: templates take text too
     return {
         "id": str(call.get("id", "")),
         "type": "function",

@@ -1,0 +1,1 @@
+"""From recorded calls to training rows: forest, rows, batch, dataset."""

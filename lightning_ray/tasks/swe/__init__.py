@@ -1,0 +1,1 @@
+"""Software-engineering tasks: `embedded` makes them, `workspace` lays out, `grading` judges."""

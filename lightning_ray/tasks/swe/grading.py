@@ -1,0 +1,253 @@
+"""The reward of a software-engineering rollout: hidden tests on a clean copy of the repository.
+
+`grade` lays out the task's own files, applies the collected changes that are not tests, and lets
+`runner` run the hidden tests in a fresh process. The verdict comes over a private socket, and is
+believed only if the nonce, the exit code, the set of test ids and the canaries (tests that must
+fail) all agree. Nothing that the code under test prints is read.
+
+Invariants: only a rollout whose hidden tests all pass is solved; a fault of the grader is a
+GradingError, never a reward. Limit: code under test shares the runner's process, so code that
+digs the nonce out of the runner's frames could still lie; the canaries and the closed grader only
+make that blind guesswork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lightning_ray.records import Reward, Task
+from lightning_ray.tasks.swe.workspace import check_path, is_protected, write_files
+
+TIME_LIMIT_S = 20.0  # hundreds of times what the embedded tests take
+MAX_REPORT_BYTES = 1 << 20  # thousands of test ids
+LIMITS = {  # of the test process; a runaway must hit these before the machine notices
+    "RLIMIT_CPU": 30,
+    "RLIMIT_FSIZE": 16 << 20,
+    "RLIMIT_AS": 2 << 30,
+    "RLIMIT_CORE": 0,
+}
+COMMAND = re.compile(r"```(?:bash|sh)[ \t]*\n(.*?)\n?```", re.DOTALL)  # as in mini.yaml
+MARKER = "LIGHTNING_RAY_GRADING"  # environment variable by which stray processes are found
+
+
+class GradingError(RuntimeError):
+    """The grader itself failed: the rollout has no reward, and another try may give one."""
+
+
+class Verdict(StrEnum):
+    """What the hidden tests say of a repository."""
+
+    PASSED = "passed"  # every expected test passed, and all evidence agrees
+    FAILED = "failed"  # some test failed, was skipped, is missing, or the process ended early
+    TIMEOUT = "timeout"  # still running at the time limit
+    FORGED = "forged"  # the evidence contradicts itself: somebody tampered with the tests
+
+
+@dataclass(frozen=True)
+class TestRun:
+    """A verdict, and how many of the expected tests passed (0 unless the report is believed)."""
+
+    verdict: Verdict
+    passed: int = 0
+
+
+def grade(task: Task, result: dict[str, Any], episode: dict[str, Any]) -> Reward:
+    """The reward of what `workspace.collect` found.
+
+    `value` is shaped so that a group of beginners differs: 0.1 for a command in a code block, 0.4
+    if the expected file was written, 0.6 if it contains the expected word, 1.0 only if all hidden
+    tests pass.
+
+    Raises:
+        GradingError: the grader failed (no space, no process, ...).
+    """
+    files: dict[str, str | None] = result.get("files", {})
+    content = files.get(task.fields.get("expected_file", ""))
+    word = task.fields.get("expected_word")
+    command = any(found.strip() for text in episode.texts for found in COMMAND.findall(text))
+    contains = content is not None and word is not None and word in content
+    run = run_hidden_tests(task, files)
+    expected = len(_expected(task))
+    solved = run.verdict is Verdict.PASSED
+    parts = [(1.0, solved), (0.6, contains), (0.4, content is not None), (0.1, command)]
+    return Reward(
+        value=next((value for value, reached in parts if reached), 0.0),
+        solved=solved,
+        metrics={
+            "command": float(command),
+            "right_file": float(content is not None),
+            "contains_word": float(contains),
+            "tests_passed": run.passed / expected if expected else 0.0,
+            "tests_timeout": float(run.verdict is Verdict.TIMEOUT),
+            "forged": float(run.verdict is Verdict.FORGED),
+            "refused_files": float(len(result.get("refused", []))),
+        },
+    )
+
+
+def run_hidden_tests(task: Task, changes: dict[str, str | None]) -> TestRun:
+    """Runs the hidden tests on a clean copy with `changes` applied (None deletes a file)."""
+    repository = merge(task.fields["files"], changes, task.fields["hidden_tests"])
+    if repository is None:
+        return TestRun(Verdict.FAILED)
+    try:
+        with tempfile.TemporaryDirectory(prefix="grading-", ignore_cleanup_errors=True) as folder:
+            write_files(repository, Path(folder))
+            return _run(task, folder)
+    except (OSError, ValueError, psutil.Error) as error:
+        raise GradingError(f"task {task.task_id}: cannot grade: {error}") from error
+
+
+def merge(
+    files: dict[str, str], changes: dict[str, str | None], hidden: dict[str, str]
+) -> dict[str, str] | None:
+    """The repository to test: hidden tests over changes over the task's files. Changes of protected
+    or impossible paths do not count. None if the changes put a file where a folder must be."""
+    allowed = {path: text for path, text in changes.items() if _acceptable(path)}
+    merged = {**files, **allowed, **hidden}
+    repository = {path: text for path, text in merged.items() if text is not None}
+    parents = {str(parent) for path in repository for parent in Path(path).parents}
+    return None if parents & repository.keys() else repository
+
+
+def _acceptable(path: str) -> bool:
+    try:
+        check_path(path)
+    except ValueError:
+        return False
+    return not is_protected(path)
+
+
+def _expected(task: Task) -> frozenset[str]:
+    return frozenset([*task.fields["fail_to_pass"], *task.fields["pass_to_pass"]])
+
+
+def _run(task: Task, folder: str) -> TestRun:
+    """Runs `runner` in `folder` and weighs what it reports."""
+    nonce = secrets.token_hex(16)
+    order = {
+        "nonce": nonce,
+        "limits": LIMITS,
+        "tests": task.fields["hidden_tests"],
+        "canaries": [f"test_{secrets.token_hex(4)}" for _ in range(3)],
+    }
+    ours, theirs = socket.socketpair()
+    runner = str(Path(__file__).with_name("runner.py"))
+    deadline = time.monotonic() + TIME_LIMIT_S
+    with ours, tempfile.TemporaryFile() as errors:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", runner, str(theirs.fileno())],
+                cwd=folder,
+                env=_environment(folder, nonce),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            lines = _converse(ours, json.dumps(order).encode() + b"\n", deadline)
+            exit_code = _wait(process, deadline)
+        finally:
+            _kill(process, nonce)
+        if lines[0] != b"ready":
+            errors.seek(0)
+            tail = errors.read(4096).decode(errors="replace").strip()
+            raise GradingError(f"task {task.task_id}: the test process did not start: {tail}")
+    if exit_code is None:
+        return TestRun(Verdict.TIMEOUT)
+    return weigh(lines[1], exit_code, nonce, order["canaries"], _expected(task))
+
+
+def weigh(
+    report: bytes, exit_code: int, nonce: str, canaries: list[str], expected: frozenset[str]
+) -> TestRun:
+    """What a report and an exit code amount to. Anything that does not fit together is FORGED."""
+    if not report:  # the process ended before its tests did
+        return TestRun(Verdict.FORGED if exit_code == 0 else Verdict.FAILED)
+    try:
+        told = json.loads(report)
+        verdicts: dict[str, str] = dict(told["verdicts"])
+        authentic = hmac.compare_digest(str(told["nonce"]), nonce)
+    except (ValueError, TypeError, KeyError):
+        return TestRun(Verdict.FORGED)
+    classes = {test.rpartition(".")[0] for test in expected}
+    birds = {f"{case}.{name}" for case in classes for name in canaries}
+    real = {test: verdict for test, verdict in verdicts.items() if test not in birds}
+    good = real.keys() == expected and all(verdict == "passed" for verdict in real.values())
+    singing = any(verdicts.get(bird, "failed") != "failed" for bird in birds)
+    if not authentic or singing or (exit_code == 0) != good:
+        return TestRun(Verdict.FORGED)
+    passed = sum(real.get(test) == "passed" for test in expected)
+    if not good:
+        return TestRun(Verdict.FAILED, passed)
+    return TestRun(Verdict.PASSED if birds <= verdicts.keys() else Verdict.FORGED, passed)
+
+
+def _environment(folder: str, nonce: str) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    return (
+        {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
+        | kept
+        | {MARKER: _mark(nonce)}
+    )
+
+
+def _mark(nonce: str) -> str:
+    return nonce[::-1][:16]
+
+
+def _converse(channel: socket.socket, order: bytes, deadline: float) -> tuple[bytes, bytes]:
+    """Sends the order; returns the first and the second line that came back in time, or b""."""
+    received = b""
+    try:
+        channel.settimeout(max(deadline - time.monotonic(), 0.001))
+        channel.sendall(order)
+        while received.count(b"\n") < 2 and len(received) < MAX_REPORT_BYTES:
+            channel.settimeout(max(deadline - time.monotonic(), 0.001))
+            if not (chunk := channel.recv(65536)):
+                break
+            received += chunk
+    except (TimeoutError, ConnectionError):
+        pass  # the lines that did not come are judged by the caller
+    first, _, rest = received.partition(b"\n")
+    second, end, _ = rest.partition(b"\n")
+    return first, second if end else b""
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    try:
+        return process.wait(max(deadline - time.monotonic(), 0.001))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _kill(process: subprocess.Popen[bytes], nonce: str) -> None:
+    """Ends the test process, its group, and whatever left the group but kept its environment."""
+    with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for stray in psutil.process_iter():
+        try:
+            if stray.environ().get(MARKER) == _mark(nonce):
+                stray.kill()
+        except psutil.Error:
+            continue  # gone, or another user's

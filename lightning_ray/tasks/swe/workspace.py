@@ -1,0 +1,161 @@
+"""Lays a task's repository out for a harness, and reads back what the harness left.
+
+`prepare` writes `task.fields["files"]` into an empty folder. `collect` runs once the harness is
+dead: it walks the folder without following a link and returns what differs. Both sides of the
+comparison are plain text, so that the result travels as JSON to a grader that never sees the
+folder.
+
+Invariants: nothing outside the workspace is read or written, whatever links the harness left;
+files that decide how tests run are never part of the result; the result's size is bounded.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lightning_ray.records import Task
+
+MAX_FILE_BYTES = 64 * 1024  # a repair by hand is smaller; a dump of data is not a repair
+MAX_FILES = 64  # likewise
+MAX_REFUSED = 64  # entries listed; a harness can make a million files
+MAX_ENTRIES = 10_000  # directory entries looked at, for the same reason
+
+IGNORED_FOLDERS = frozenset({"__pycache__", ".git"})
+PROTECTED_FOLDERS = frozenset({"tests", "test"})
+PROTECTED_NAMES = (
+    "test_*.py",
+    "*_test.py",
+    "conftest.py",
+    "*.pth",
+    "sitecustomize.py",
+    "usercustomize.py",
+    "pyproject.toml",
+    "setup.cfg",
+    "tox.ini",
+    "pytest.ini",
+)
+
+
+def prepare(task: Task, workspace: Path) -> None:
+    """Writes the task's files into `workspace`, an existing empty folder.
+
+    Raises:
+        ValueError: a path leaves the folder, or the folder is not empty.
+    """
+    if any(workspace.iterdir()):
+        raise ValueError(f"task {task.task_id}: the workspace {workspace} is not empty")
+    write_files(task.fields.get("files", {}), workspace)
+
+
+def write_files(files: dict[str, str], folder: Path) -> None:
+    """Writes `{path: text}` below `folder`, byte for byte in UTF-8.
+
+    Raises:
+        ValueError: a path is absolute, leaves the folder or cannot be a file name.
+    """
+    for path in files:
+        check_path(path)
+    for path, text in files.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(text.encode())
+
+
+def check_path(path: str) -> None:
+    """Raises ValueError unless `path` is a plain relative POSIX path, such as `pkg/a.py`."""
+    parts = path.split("/")
+    if "\0" in path or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(
+            f"{path!r} is not a plain relative path: no leading or double /, no . or .."
+        )
+
+
+def is_protected(path: str) -> bool:
+    """True for files that decide what is tested or how: a harness may not change them."""
+    *folders, name = PurePosixPath(path).parts
+    return not PROTECTED_FOLDERS.isdisjoint(folders) or any(
+        fnmatchcase(name, pattern) for pattern in PROTECTED_NAMES
+    )
+
+
+def collect(task: Task, workspace: Path) -> dict[str, Any]:
+    """What changed in `workspace` against the task's files.
+
+    Returns: `{"files": {path: text, or None if deleted}, "refused": [{"path", "reason"}]}`.
+    """
+    before: dict[str, str] = task.fields.get("files", {})
+    files: dict[str, str | None] = {}
+    refused: dict[str, str] = {}
+    seen: set[str] = set()
+    for entries, (path, entry) in enumerate(_walk(workspace)):
+        if entries >= MAX_ENTRIES or len(refused) >= MAX_REFUSED:
+            refused["."] = f"the rest of the workspace was not read: over {entries} entries"
+            # Files that were not reached are not deleted ones.
+            seen.update(before)
+            break
+        seen.add(path)
+        try:
+            text = _read(entry)
+        except ValueError as problem:
+            refused[_printable(path)] = str(problem)
+            continue
+        if text == before.get(path):
+            continue
+        if is_protected(path):
+            refused[path] = "decides how tests run"
+        elif len(files) >= MAX_FILES:
+            refused[path] = f"more than {MAX_FILES} changed files"
+        else:
+            files[path] = text
+    for path in sorted(before.keys() - seen):
+        if is_protected(path):
+            refused[path] = "deleted, but decides how tests run"
+        else:
+            files[path] = None
+    return {
+        "files": files,
+        "refused": [{"path": path, "reason": reason} for path, reason in sorted(refused.items())],
+    }
+
+
+def _walk(folder: Path, prefix: str = "") -> Any:
+    """Everything below `folder` that is not a real folder, with its relative path."""
+    with os.scandir(folder) as entries:
+        ordered = sorted(entries, key=lambda entry: entry.name)
+    for entry in ordered:
+        path = prefix + entry.name
+        if not entry.is_dir(follow_symlinks=False):
+            yield path, entry
+        elif entry.name not in IGNORED_FOLDERS:
+            yield from _walk(Path(entry.path), path + "/")
+
+
+def _read(entry: os.DirEntry[str]) -> str:
+    """The text of a small regular file. Raises ValueError, with the reason, for anything else."""
+    if not entry.is_file(follow_symlinks=False):
+        raise ValueError("not a regular file")
+    try:
+        entry.name.encode()
+        descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except UnicodeEncodeError:
+        raise ValueError("its name is not UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+
+
+def _printable(path: str) -> str:
+    return path.encode(errors="surrogateescape").decode(errors="backslashreplace")

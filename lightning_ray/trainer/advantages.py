@@ -1,0 +1,67 @@
+"""Advantages of rollouts, by verl's estimators.
+
+verl's estimators take a reward and a mask per token; a rollout has one reward, so each is given as
+a response of one token, and what comes back is the rollout's advantage. Estimators that need more
+than rewards and groups (a critic's values, a baseline rollout) are refused by name.
+
+Invariants: computed in float64, whatever the model's precision.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
+
+from lightning_ray.config import AlgorithmSection, ConfigError
+
+# What a rollout can offer an estimator.
+_OFFERED = {"token_level_rewards", "response_mask", "index", "config", "norm_adv_by_std_in_grpo"}
+
+
+def estimator(
+    algorithm: AlgorithmSection,
+) -> Callable[[Sequence[float], Sequence[str]], list[float]]:
+    """The function from the rewards and groups of R rollouts to their R advantages.
+
+    Raises:
+        ConfigError: `algorithm.estimator` is unknown to verl or needs more than rewards and groups.
+    """
+    name = algorithm.estimator
+    usable = sorted(
+        known for known, fn in ADV_ESTIMATOR_REGISTRY.items() if not _wants(fn) - _OFFERED
+    )
+    if name not in usable:
+        raise ConfigError(
+            f"algorithm.estimator={name} is not an estimator that needs rewards and groups only; "
+            f"take one of {', '.join(usable)}"
+        )
+    function = get_adv_estimator_fn(name)
+    takes = inspect.signature(function).parameters
+
+    def advantages(reward_R: Sequence[float], group_R: Sequence[str]) -> list[float]:
+        offered = {
+            "token_level_rewards": torch.tensor(reward_R, dtype=torch.float64).unsqueeze(-1),
+            "response_mask": torch.ones(len(reward_R), 1, dtype=torch.float64),
+            "index": np.array(group_R, dtype=object),
+            "config": AlgoConfig(norm_adv_by_std_in_grpo=algorithm.normalize_by_std),
+            "norm_adv_by_std_in_grpo": algorithm.normalize_by_std,
+        }
+        found_R_1, _ = function(**{key: value for key, value in offered.items() if key in takes})
+        return found_R_1.squeeze(-1).tolist()
+
+    return advantages
+
+
+def _wants(function: Callable) -> set[str]:
+    """The parameters that have no default."""
+    plain = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return {
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in plain
+    }

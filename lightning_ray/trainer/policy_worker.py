@@ -1,0 +1,122 @@
+"""One trainer rank: verl's `TrainingWorker`, and what it lacks for us.
+
+`PolicyWorker` starts verl's engine on a CPU too, writes weights for the engines, and steps the
+learning rate itself. `SampledTokensEngine` is verl's FSDP engine for the CPU; it computes logits
+only for the tokens in the loss, which on long prompts and large vocabularies is most of the memory
+and a quarter of the time.
+
+Invariants: every method runs on all ranks at once (gathering weights is collective); an exported
+file is whole or absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from safetensors.torch import save_file
+from tensordict import TensorDict
+from transformers.utils import logging as transformers_logging
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+from verl.workers.config import TrainingWorkerConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine_workers import TrainingWorker
+
+from lightning_ray.engine.weights import checksum
+
+
+@EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu"])
+class SampledTokensEngine(FSDPEngineWithLMHead):
+    """verl's FSDP engine, with logits only where `loss_mask` is set; log-probabilities are 0
+    elsewhere."""
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
+        inputs, arguments = super().prepare_model_inputs(micro_batch)
+        kept = micro_batch["loss_mask"].values().nonzero().squeeze(-1)
+        # A micro-batch of inert rows keeps one token, so that every parameter gets its (zero)
+        # gradient.
+        kept = kept if len(kept) else kept.new_zeros(1)
+        return inputs | {"logits_to_keep": kept}, arguments | {"kept": kept}
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, torch.Tensor]:
+        kept, tokens = output_args["kept"], micro_batch["input_ids"]
+        temperature = output_args["temperature_rmpad"][kept].unsqueeze(-1)
+        logits = output.logits.squeeze(0).float() / temperature
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            whole = values.new_zeros(len(tokens.values())).index_copy(0, kept, values)
+            return torch.nested.nested_tensor_from_jagged(whole, tokens.offsets())
+
+        labels = output_args["input_ids_rmpad_rolled"][kept]
+        outputs = {
+            "log_probs": spread(logprobs_from_logits(logits, labels, inplace_backward=False))
+        }
+        if micro_batch["calculate_entropy"]:
+            outputs["entropy"] = spread(entropy_from_logits(logits))
+        return outputs
+
+
+class PolicyWorker(TrainingWorker):
+    """A data-parallel trainer rank."""
+
+    def __init__(self, config: TrainingWorkerConfig, threads: int, seed: int) -> None:
+        warnings.filterwarnings("ignore")
+        logging.getLogger("torch").setLevel(logging.ERROR)
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        if not torch.cuda.is_available():
+            torch.set_num_threads(threads)
+            # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
+            torch.distributed.init_process_group(
+                "cpu:gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+            )
+        torch.manual_seed(seed)
+        with contextlib.redirect_stdout(io.StringIO()):  # verl prints
+            super().__init__(config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start(self, loss: Callable) -> None:
+        """Loads model and optimizer."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.engine.initialize()
+        # verl's warm-up begins at a learning rate of 0, which would waste the first update.
+        self.engine.lr_scheduler.step()
+        self.loss_fn = loss
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def advance_schedule(self) -> float:
+        """The learning rate of the optimizer step just made; the next step gets the schedule's
+        next."""
+        used = self.engine.lr_scheduler.get_last_lr()[0]
+        self.engine.lr_scheduler_step()
+        return used
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export(self, path: Path, dtype: str) -> str | None:
+        """Writes the whole weights under their Hugging Face names; rank 0 returns their
+        checksum."""
+        tied = getattr(self.engine.module, "all_tied_weights_keys", {})
+        gathered, _ = self.engine.get_per_tensor_param()
+        weights = {}
+        for name, tensor in gathered:
+            if self.rank == 0 and name not in tied:
+                weights[name] = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
+        if self.rank != 0:
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        save_file(weights, partial, metadata={"format": "pt"})
+        os.replace(partial, path)
+        return checksum(weights)

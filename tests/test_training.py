@@ -1,0 +1,134 @@
+"""The whole cycle, every part real: mini-SWE-agent, the gateway on Ray Serve, vLLM, grading, verl
+on two ranks, new weights back into vLLM, and a run that is killed and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_ray.run.checkpoint import Checkpoints
+
+# Seconds for one run of the tiny model; four times what two busy cores need.
+PATIENCE = 600
+
+
+def command(run_dir: Path, *overrides: str) -> list[str]:
+    return [
+        sys.executable,
+        "jobs/train_swe.py",
+        f"run.dir={run_dir}",
+        "model.path=tiny",
+        "model.max_model_len=512",
+        "trainer.ranks=2",
+        "trainer.threads=1",
+        "trainer.micro_batch_tokens=1024",
+        "engine.threads=1",
+        "run.groups_per_step=2",
+        "run.checkpoint_every=1",
+        "rollout.n=4",
+        "rollout.concurrency=4",
+        "task.validation=null",
+        "gateway.port=0",
+        "tracking.backends=[]",
+        *overrides,
+    ]
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(tmp_path_factory, request):
+    """A run of two steps that was killed after its first checkpoint and started again."""
+    root = Path(__file__).parents[1]
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    log = (run_dir.parent / "first.log").open("w")
+    first = subprocess.Popen(
+        command(run_dir, "run.steps=2"), cwd=root, stdout=log, stderr=subprocess.STDOUT
+    )
+    deadline = time.monotonic() + PATIENCE
+    while not metrics(run_dir):
+        assert first.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()
+        time.sleep(0.2)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    saved = Checkpoints(run_dir, keep=2).latest()
+    second = subprocess.run(
+        command(run_dir, "run.steps=2"), cwd=root, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert second.returncode == 0, second.stdout + second.stderr
+    return run_dir, saved, second.stdout
+
+
+def test_a_killed_run_goes_on_with_the_same_weights_and_trains_each_step_once(killed_and_resumed):
+    run_dir, (_, state), output = killed_and_resumed
+    # The driver compares the checksum of the restored weights with the one in the checkpoint.
+    assert f"resuming at step {state.version.step}" in output
+    assert [row["step"] for row in metrics(run_dir)] == [1, 2]
+    _, last = Checkpoints(run_dir, keep=2).latest()
+    assert last.version.step == 2
+    assert last.checksum != state.checksum
+    assert not set(last.consumed) & set(state.consumed)
+
+
+def test_every_sampled_token_is_accounted_for_and_the_numbers_are_there(killed_and_resumed):
+    run_dir, _, _ = killed_and_resumed
+    for row in metrics(run_dir):
+        fates = [v for k, v in row.items() if k.startswith("ledger/") and k != "ledger/sampled"]
+        assert row["ledger/sampled"] == sum(fates) > 0
+        assert row["rollouts/finished"] == 8
+        for name in ("reward/mean", "rate/tokens_per_s", "length/sampled_tokens", "seconds/update"):
+            assert name in row
+        if row["optim/steps"]:
+            assert row["optim/grad_norm"] > 0
+            assert abs(row["policy/kl"]) < 1e-3  # one step on fresh samples: on-policy
+
+
+def test_the_result_is_a_model_that_transformers_loads(killed_and_resumed):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_dir, _, output = killed_and_resumed
+    AutoTokenizer.from_pretrained(run_dir / "model")
+    AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    assert (run_dir / "curves.png").exists()
+    assert "python jobs/evaluate.py" in output
+
+
+def test_the_batches_are_a_ray_dataset(killed_and_resumed):
+    import pyarrow.parquet as pq
+
+    from lightning_ray.samples.batch import ROW_SCHEMA
+    from lightning_ray.samples.dataset import path
+
+    run_dir, _, _ = killed_and_resumed
+    for step in (1, 2):
+        assert pq.read_schema(path(run_dir, step)).names == ROW_SCHEMA.names
+
+
+def test_a_taken_port_is_one_line(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            command(tmp_path / "run", f"gateway.port={port}"),
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
