@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 import ray
+import support
 from support import ScriptedEngine, make_tokenizer
 
 from lightning_ray.config import load
@@ -52,6 +53,8 @@ class Running:
         self._numbers = itertools.count()
 
     def start(self):
+        # Ray's workers do not have this folder on their path.
+        ray.cloudpickle.register_pickle_by_value(support)
         cluster.connect(self.config)
         self.store = store_actor.start(self.folder / "store")
         engine = ray.remote(ScriptedEngine).options(num_cpus=0, max_restarts=0)

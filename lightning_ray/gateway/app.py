@@ -22,7 +22,7 @@ from lightning_ray.gateway.errors import ApiError
 from lightning_ray.gateway.render import Renderer
 from lightning_ray.gateway.service import Service
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ray.serve")  # the only logger that Serve writes to the replica's file
 app = FastAPI(title="lightning_ray gateway", docs_url=None, redoc_url=None)
 
 

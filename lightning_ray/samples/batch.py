@@ -51,7 +51,7 @@ ROW_SCHEMA = pa.schema(
 )
 
 
-class LedgerImbalance(RuntimeError):  # noqa: N818
+class LedgerImbalance(RuntimeError):
     """Sampled tokens were lost or counted twice: a bug, and training on would hide it."""
 
 

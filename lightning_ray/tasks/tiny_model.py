@@ -32,10 +32,13 @@ PAD, START, END, UNKNOWN = "<pad>", "<|im_start|>", "<|im_end|>", "<unk>"
 PIECE = r"[A-Za-z]+|[^A-Za-z]"  # a word, or one other character: joined, pieces give the text back
 MAX_LEN = 1024
 
-SFT_STEPS = 90
+COPY_STEPS = (
+    46  # every transcript does the work: this many steps teach copying, on every seed tried
+)
+MIXED_STEPS = 18  # then most do not: enough to learn the shares below, too few to forget copying
 SFT_BATCH = 32
 SFT_LR = 3e-3
-HONEST = 0.35  # share of transcripts that do the work: about the solve rate at temperature 1
+HONEST = 0.35  # share of mixed transcripts that do the work: about the solve rate afterwards
 WRONG = 0.25  # share that write another word or another file; the others only claim success
 CLAIMS = (
     "Done. The file is there.",
@@ -47,10 +50,15 @@ CLAIMS = (
 def make(folder: Path, seed: int = 0) -> None:
     """Writes the model into `folder`: weights, configuration, tokenizer, chat template."""
     tokenizer = make_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = _new_model(tokenizer)
-        _warm_start(model, tokenizer, random.Random(seed))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices this small lose more to waiting than they gain
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _new_model(tokenizer)
+            _warm_start(model, tokenizer, random.Random(seed))
+    finally:
+        torch.set_num_threads(threads)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -129,13 +137,17 @@ def _new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def _warm_start(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random
 ) -> None:
-    """Supervised training on the replies of synthetic transcripts, with a linear decay to zero."""
+    """Supervised training on the replies of synthetic transcripts: first to copy, then to slack."""
     pairs = embedded.pairs(Split.TRAIN)
+    steps = COPY_STEPS + MIXED_STEPS
     optimizer = torch.optim.AdamW(model.parameters(), lr=SFT_LR, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / SFT_STEPS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / 5) * (1 - step / steps)
+    )
     model.train()
-    for _ in range(SFT_STEPS):
-        rows = [_transcript(tokenizer, *rng.choice(pairs), rng) for _ in range(SFT_BATCH)]
+    for step in range(steps):
+        honest = 1.0 if step < COPY_STEPS else HONEST
+        rows = [_transcript(tokenizer, *rng.choice(pairs), honest, rng) for _ in range(SFT_BATCH)]
         longest = max(len(ids) for ids, _ in rows)
         ids_NT = torch.full((SFT_BATCH, longest), tokenizer.pad_token_id)
         labels_NT = torch.full((SFT_BATCH, longest), -100)
@@ -143,8 +155,7 @@ def _warm_start(
             ids_NT[row, : len(ids)] = torch.tensor(ids)
             labels_NT[row, prompt : len(ids)] = ids_NT[row, prompt : len(ids)]
         # Padding is on the right and carries no label: causal attention needs no mask for it.
-        loss = model(input_ids=ids_NT, labels=labels_NT).loss
-        loss.backward()
+        model(input_ids=ids_NT, labels=labels_NT).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -153,24 +164,23 @@ def _warm_start(
 
 
 def _transcript(
-    tokenizer: PreTrainedTokenizerFast, file: str, word: str, rng: random.Random
+    tokenizer: PreTrainedTokenizerFast, file: str, word: str, honest: float, rng: random.Random
 ) -> tuple[list[int], int]:
     """Token ids of prompt and reply, and the length of the prompt."""
     package = rng.choice(embedded.PACKAGES[Split.TRAIN])
-    statement = embedded.statement(package, file, word)
     luck = rng.random()
-    if luck < HONEST:
+    if luck < honest:
         reply = command(file, word)
-    elif luck < HONEST + WRONG:
-        other = (
-            rng.choice(embedded.WORDS),
-            rng.choice(embedded.STEMS) + rng.choice(embedded.SUFFIXES),
-        )
-        reply = command(file, other[0]) if rng.random() < 0.5 else command(other[1], word)
-    else:
+    elif luck >= honest + WRONG:
         reply = rng.choice(CLAIMS)
+    elif rng.random() < 0.5:
+        reply = command(file, rng.choice(embedded.WORDS))
+    else:
+        reply = command(rng.choice(embedded.STEMS) + rng.choice(embedded.SUFFIXES), word)
     prompt = tokenizer.apply_chat_template(
-        messages(statement), add_generation_prompt=True, tokenize=False
+        messages(embedded.statement(package, file, word)),
+        add_generation_prompt=True,
+        tokenize=False,
     )
     texts = (prompt, reply + END)
     ids, tail = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)

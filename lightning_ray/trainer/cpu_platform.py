@@ -2,7 +2,7 @@
 
 verl knows accelerators only. This module registers a platform named "cpu" through verl's public
 registry and makes it the current one where torch sees no GPU. Workers load it through
-VERL_USE_EXTERNAL_MODULES; the driver imports it before anything else of verl.
+VERL_USE_EXTERNAL_MODULES; elsewhere importing anything of `lightning_ray.trainer` loads it first.
 
 Invariants: nothing of verl is patched; where torch sees a GPU, importing this module changes
 nothing.

@@ -60,7 +60,7 @@ WORKER_ENV = {
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 
 
-class TrainerDied(RuntimeError):  # noqa: N818
+class TrainerDied(RuntimeError):
     """A trainer rank raised or was killed; the group is unusable and its bundles can be used
     again."""
 
@@ -170,10 +170,9 @@ class Trainer:
         if not (folder / f"model_world_size_{self._ranks}_rank_0.pt").exists():
             there = sorted(path.name for path in folder.glob("model_world_size_*"))
             raise ValueError(
-                f"{folder} has no checkpoint of {self._ranks} trainer ranks "
-                f"(it has {there or 'none'}); set trainer.ranks to the number "
-                "it was written with, or start "
-                "from an exported model"
+                f"{folder} has no checkpoint of {self._ranks} trainer ranks (it has "
+                f"{there or 'nothing'}); set trainer.ranks to the number it was written with, or "
+                "start from an exported model"
             )
         with self._watched("loading a checkpoint"):
             self._group.load_checkpoint(str(folder.absolute()))

@@ -49,7 +49,7 @@ def parse(body: dict[str, Any]) -> ChatRequest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or None
         raise ApiError(400, f"{where or 'body'}: {first['msg']}", param=where) from error
-    samples = parsed.n or 1
+    samples = 1 if parsed.n is None else parsed.n
     if not 1 <= samples <= MOST_CHOICES:
         raise ApiError(400, f"`n` must be between 1 and {MOST_CHOICES}.", param="n")
     max_tokens = parsed.max_completion_tokens or parsed.max_tokens

@@ -33,6 +33,7 @@ from typing import Any
 import psutil
 
 from lightning_ray.records import Reward, Task
+from lightning_ray.rollouts.grading import Episode
 from lightning_ray.tasks.swe.workspace import check_path, is_protected, write_files
 
 TIME_LIMIT_S = 20.0  # hundreds of times what the embedded tests take
@@ -68,7 +69,7 @@ class TestRun:
     passed: int = 0
 
 
-def grade(task: Task, result: dict[str, Any], episode: dict[str, Any]) -> Reward:
+def grade(task: Task, result: dict[str, Any], episode: Episode) -> Reward:
     """The reward of what `workspace.collect` found.
 
     `value` is shaped so that a group of beginners differs: 0.1 for a command in a code block, 0.4
