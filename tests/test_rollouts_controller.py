@@ -121,6 +121,9 @@ class MemoryStore:
     async def finish_rollout(self, finished: FinishedRollout) -> None:
         self.finished.setdefault(finished.spec.rollout_id, finished)
 
+    async def grader_key(self, rollout_id: str) -> str:
+        return f"key of {rollout_id}"
+
     async def post(self, rollout_id: str, reward: Reward) -> None:
         self.rewards[rollout_id] = reward
 

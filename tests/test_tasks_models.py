@@ -1,9 +1,9 @@
-"""The built-in models: making them, caching them, and what their tokenizers and templates promise."""
+"""The built-in models: making and caching them, and what tokenizers and templates promise."""
 
 import importlib
+import itertools
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,9 +90,7 @@ def test_a_longer_history_renders_to_a_continuation_of_the_shorter_one(tokenizer
         {"role": "assistant", "content": "done"},
     ]  # fmt: skip
     texts = [render(tokenizer, history[:n]) for n in range(1, len(history) + 1)]
-    assert all(
-        longer.startswith(shorter) for shorter, longer in zip(texts, texts[1:], strict=False)
-    )
+    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
 
 
 def test_the_tiny_tokenizer_gives_commands_and_prompts_back_unchanged(tokenizer):
@@ -120,7 +118,7 @@ def test_no_validation_pair_is_among_the_warm_start_transcripts(tokenizer):
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A stand-in for a module that makes a model, so that the test controls when it fails."""
     maker = SimpleNamespace(made=[], fault=None)
 
@@ -137,7 +135,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         "import_module",
         lambda name: maker if name == "lightning_ray.tasks.tiny_model" else real(name),
     )
-    yield maker
+    return maker
 
 
 def test_a_built_in_model_is_made_once_even_by_rivals(tmp_path, fake):

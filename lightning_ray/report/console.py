@@ -52,6 +52,10 @@ class View:
     note: str = ""
 
 
+def _stage(view: View) -> tuple[int, str, str]:
+    return view.step, view.phase, view.note
+
+
 def duration(seconds: float | None) -> str:
     """`75` → `1:15`, `3675` → `1:01:15`, None → `–`."""
     if seconds is None or not math.isfinite(seconds):
@@ -146,7 +150,7 @@ class Console:
             self._live.update(panel(view, self._title))
             return
         shown, now = self._shown, self._clock()
-        moved = shown is None or (shown.step, shown.phase) != (view.step, view.phase)
+        moved = shown is None or _stage(shown) != _stage(view)
         if moved or (view != shown and now - self._shown_at >= LINE_EVERY_S):
             self._shown, self._shown_at = view, now
             self.print(line(view))

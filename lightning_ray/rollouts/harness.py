@@ -27,6 +27,8 @@ import filelock
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from lightning_ray.config import ConfigError
+
 _BUILT_IN = Path(__file__).parent / "recipes"
 _DONE = "installed"  # written last: an environment without it is half an installation
 # Lower-case names in single braces are ours; {{name}} stands for {name}. JSON and ${SHELL} pass
@@ -36,7 +38,7 @@ _KEY = "api_key"
 _PACKAGE_FILE = "pkg:"  # pkg:some.package/dir/file names a file inside an installed Python package
 
 
-class RecipeError(ValueError):
+class RecipeError(ConfigError):
     """A recipe that cannot be used; the message says which one, where and what to do."""
 
 

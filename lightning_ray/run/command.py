@@ -18,7 +18,7 @@ from types import FrameType
 
 from lightning_ray import config as configuration
 from lightning_ray.config import ConfigError, RunConfig
-from lightning_ray.report.console import Console
+from lightning_ray.report.console import Console, View
 
 ModelResolver = Callable[[str], Path]
 
@@ -130,6 +130,7 @@ def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], a
     console = Console(config.run.name)
     try:
         config = settle_port(config)
+        console.update(View(0, config.run.steps, "starting", note="Ray"))
         cluster.connect(config)
         # After `connect`: Ray's own handler would print a stack trace and end the process at once.
         signal.signal(signal.SIGTERM, _interrupt)
@@ -140,6 +141,7 @@ def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], a
         console.print(f"interrupted; {config.run_dir} keeps what was done. Go on with: {again}")
         return 130
     except (
+        ConfigError,
         EngineStartError,
         GatewayStartError,
         PlacementError,

@@ -21,6 +21,7 @@ from lightning_ray.metrics import MetricsLog
 from lightning_ray.placement import Bundles, reserve
 from lightning_ray.records import FinishedRollout, PolicyVersion, RolloutState, Task
 from lightning_ray.report.console import Console, View
+from lightning_ray.rollouts import harness
 from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.run import data, ending
 from lightning_ray.run.checkpoint import Checkpoints, State
@@ -49,6 +50,8 @@ class Run:
             bool(self._validation),
         )
         self._estimator = estimator(config.algorithm)
+        # A recipe that cannot be used is said before anything is started.
+        harness.load(config.harness.recipe, config.harness.args, config.harness.env)
         # Weights made by this process belong to a lineage of their own: after a rollback the same
         # step number names other weights than before.
         self._lineage = secrets.token_hex(3)
@@ -239,7 +242,7 @@ class Run:
 
     def _rates(self, rollouts: Sequence[FinishedRollout], seconds: float) -> dict[str, float]:
         calls = [call for some in self._stack.calls(rollouts).values() for call in some]
-        count, sampled = max(len(calls), 1), sum(len(call.tokens) for call in calls)
+        count, sampled = len(rollouts), sum(len(call.tokens) for call in calls)
         finished = [r for r in rollouts if r.state is RolloutState.FINISHED]
         return {
             "rollouts/finished": len(finished),
@@ -247,8 +250,6 @@ class Run:
             "rate/tokens_per_s": sampled / seconds,
             "length/sampled_tokens": sampled / count,
             "length/prompt_tokens": sum(len(call.prompt) for call in calls) / count,
-            "reward/solve_rate": sum(bool(r.reward and r.reward.solved) for r in finished)
-            / max(len(finished), 1),
         }
 
     # -- console --------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def _statistics(
         "batch/row_tokens_max": max(lengths, default=0),
         "reward/mean": float(np.mean(rewards)) if rewards else 0.0,
         "reward/std": float(np.std(rewards)) if rewards else 0.0,
-        "reward/solved": float(np.mean([r.reward.solved for r in usable if r.reward]))
+        "reward/solve_rate": float(np.mean([r.reward.solved for r in usable if r.reward]))
         if usable
         else 0.0,
         "ledger/sampled": ledger.sampled,

@@ -21,11 +21,13 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from lightning_ray.config import ConfigError
+
 HERE = Path(__file__).parent
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-class ModelError(ValueError):
+class ModelError(ConfigError):
     """A model that cannot be had; the message says why and what to do, in one line."""
 
 

@@ -26,8 +26,8 @@ from verl.workers.config import ActorConfig
 
 from lightning_ray.config import AlgorithmSection
 
-# The names of the sums that come with each micro-batch's loss; "entropy" only if it is in the loss.
-SUMS = ("clip_fraction", "kl_behaviour", "log_ratio_abs", "importance", "entropy")
+# The names of the sums that come with each micro-batch's loss.
+SUMS = ("clip_fraction", "kl", "log_ratio_abs", "importance", "entropy")
 # exp(20) is far beyond every cap; it only keeps infinity away from products with zero.
 MAX_LOG_RATIO = 20.0
 
@@ -85,12 +85,12 @@ class PolicyLoss:
 
         sums = {
             "clip_fraction": policy["actor/pg_clipfrac"] * mask.sum().item(),
-            "kl_behaviour": total(kl_penalty(behaviour, current.detach(), "k3")),
+            "kl": total(kl_penalty(behaviour, current.detach(), "k3")),
             "log_ratio_abs": total((current.detach() - behaviour).abs()),
             "importance": total(importance),
+            "entropy": total(model_output["entropy"].values()),
         }
         if self.algorithm.entropy:
             entropy = model_output["entropy"].values()
             loss = loss - self.algorithm.entropy * (entropy * weight).sum() * ranks
-            sums["entropy"] = total(entropy)
         return loss, sums

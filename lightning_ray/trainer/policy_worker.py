@@ -64,7 +64,9 @@ class SampledTokensEngine(FSDPEngineWithLMHead):
             "log_probs": spread(logprobs_from_logits(logits, labels, inplace_backward=False))
         }
         if micro_batch["calculate_entropy"]:
-            outputs["entropy"] = spread(entropy_from_logits(logits))
+            # As a mere metric it needs no graph, which would hold the logits a second time.
+            wanted = micro_batch["entropy_in_loss"]
+            outputs["entropy"] = spread(entropy_from_logits(logits if wanted else logits.detach()))
         return outputs
 
 

@@ -240,7 +240,7 @@ class Trainer:
         data, order = self._jagged(
             rows, temperatures or [self._config.sampling.temperature] * len(rows)
         )
-        tu.assign_non_tensor(data, compute_loss=False)
+        tu.assign_non_tensor(data, compute_loss=False, calculate_entropy=False)
         with self._watched("computing log-probabilities"):
             found = self._group.infer_batch(data).get()["log_probs"].unbind()
         result: list[np.ndarray] = [np.empty(0)] * len(rows)
@@ -286,7 +286,8 @@ class Trainer:
             data,
             use_dynamic_bsz=True,
             max_token_len_per_gpu=max(self._config.trainer.micro_batch_tokens, *lengths),
-            calculate_entropy=self._config.algorithm.entropy > 0,
+            calculate_entropy=True,
+            entropy_in_loss=self._config.algorithm.entropy > 0,
             pad_token_id=0,
         )
         return data, order

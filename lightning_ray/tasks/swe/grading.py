@@ -30,8 +30,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lightning_ray.records import Reward, Task
 from lightning_ray.rollouts.grading import Episode
 from lightning_ray.tasks.swe.workspace import check_path, is_protected, write_files
@@ -45,7 +43,6 @@ LIMITS = {  # of the test process; a runaway must hit these before the machine n
     "RLIMIT_CORE": 0,
 }
 COMMAND = re.compile(r"```(?:bash|sh)[ \t]*\n(.*?)\n?```", re.DOTALL)  # as in mini.yaml
-MARKER = "LIGHTNING_RAY_GRADING"  # environment variable by which stray processes are found
 
 
 class GradingError(RuntimeError):
@@ -69,7 +66,7 @@ class TestRun:
     passed: int = 0
 
 
-def grade(task: Task, result: dict[str, Any], episode: Episode) -> Reward:
+def grade(task: Task, result: dict[str, Any] | None, episode: Episode) -> Reward:
     """The reward of what `workspace.collect` found.
 
     `value` is shaped so that a group of beginners differs: 0.1 for a command in a code block, 0.4
@@ -79,6 +76,7 @@ def grade(task: Task, result: dict[str, Any], episode: Episode) -> Reward:
     Raises:
         GradingError: the grader failed (no space, no process, ...).
     """
+    result = result or {}
     files: dict[str, str | None] = result.get("files", {})
     content = files.get(task.fields.get("expected_file", ""))
     word = task.fields.get("expected_word")
@@ -112,7 +110,7 @@ def run_hidden_tests(task: Task, changes: dict[str, str | None]) -> TestRun:
         with tempfile.TemporaryDirectory(prefix="grading-", ignore_cleanup_errors=True) as folder:
             write_files(repository, Path(folder))
             return _run(task, folder)
-    except (OSError, ValueError, psutil.Error) as error:
+    except (OSError, ValueError) as error:
         raise GradingError(f"task {task.task_id}: cannot grade: {error}") from error
 
 
@@ -157,7 +155,7 @@ def _run(task: Task, folder: str) -> TestRun:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", runner, str(theirs.fileno())],
                 cwd=folder,
-                env=_environment(folder, nonce),
+                env=_environment(folder),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -168,11 +166,11 @@ def _run(task: Task, folder: str) -> TestRun:
             lines = _converse(ours, json.dumps(order).encode() + b"\n", deadline)
             exit_code = _wait(process, deadline)
         finally:
-            _kill(process, nonce)
+            _kill(process)
         if lines[0] != b"ready":
             errors.seek(0)
-            tail = errors.read(4096).decode(errors="replace").strip()
-            raise GradingError(f"task {task.task_id}: the test process did not start: {tail}")
+            said = errors.read(4096).decode(errors="replace").splitlines() or ["no message"]
+            raise GradingError(f"task {task.task_id}: the test process did not start: {said[-1]}")
     if exit_code is None:
         return TestRun(Verdict.TIMEOUT)
     return weigh(lines[1], exit_code, nonce, order["canaries"], _expected(task))
@@ -188,7 +186,7 @@ def weigh(
         told = json.loads(report)
         verdicts: dict[str, str] = dict(told["verdicts"])
         authentic = hmac.compare_digest(str(told["nonce"]), nonce)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return TestRun(Verdict.FORGED)
     classes = {test.rpartition(".")[0] for test in expected}
     birds = {f"{case}.{name}" for case in classes for name in canaries}
@@ -203,17 +201,10 @@ def weigh(
     return TestRun(Verdict.PASSED if birds <= verdicts.keys() else Verdict.FORGED, passed)
 
 
-def _environment(folder: str, nonce: str) -> dict[str, str]:
+def _environment(folder: str) -> dict[str, str]:
+    """Nothing of ours, except where the interpreter finds its libraries."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    return (
-        {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
-        | kept
-        | {MARKER: _mark(nonce)}
-    )
-
-
-def _mark(nonce: str) -> str:
-    return nonce[::-1][:16]
+    return kept | {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
 
 
 def _converse(channel: socket.socket, order: bytes, deadline: float) -> tuple[bytes, bytes]:
@@ -241,14 +232,8 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
         return None
 
 
-def _kill(process: subprocess.Popen[bytes], nonce: str) -> None:
-    """Ends the test process, its group, and whatever left the group but kept its environment."""
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends the test process and its group."""
     with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for stray in psutil.process_iter():
-        try:
-            if stray.environ().get(MARKER) == _mark(nonce):
-                stray.kill()
-        except psutil.Error:
-            continue  # gone, or another user's

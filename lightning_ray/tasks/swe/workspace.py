@@ -11,8 +11,10 @@ files that decide how tests run are never part of the result; the result's size 
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
-import stat
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,6 +25,8 @@ MAX_FILE_BYTES = 64 * 1024  # a repair by hand is smaller; a dump of data is not
 MAX_FILES = 64  # likewise
 MAX_REFUSED = 64  # entries listed; a harness can make a million files
 MAX_ENTRIES = 10_000  # directory entries looked at, for the same reason
+
+MAX_PATH = 1024  # characters; the same path must fit below the grader's own folder
 
 IGNORED_FOLDERS = frozenset({"__pycache__", ".git"})
 PROTECTED_FOLDERS = frozenset({"tests", "test"})
@@ -93,13 +97,12 @@ def collect(task: Task, workspace: Path) -> dict[str, Any]:
     seen: set[str] = set()
     for entries, (path, entry) in enumerate(_walk(workspace)):
         if entries >= MAX_ENTRIES or len(refused) >= MAX_REFUSED:
-            refused["."] = f"the rest of the workspace was not read: over {entries} entries"
-            # Files that were not reached are not deleted ones.
-            seen.update(before)
+            refused["."] = f"not read after {entries} entries, {len(refused)} of them refused"
+            seen.update(before)  # a file that was not reached is not a deleted one
             break
         seen.add(path)
         try:
-            text = _read(entry)
+            text = _read(path, entry)
         except ValueError as problem:
             refused[_printable(path)] = str(problem)
             continue
@@ -122,32 +125,43 @@ def collect(task: Task, workspace: Path) -> dict[str, Any]:
     }
 
 
-def _walk(folder: Path, prefix: str = "") -> Any:
-    """Everything below `folder` that is not a real folder, with its relative path."""
-    with os.scandir(folder) as entries:
-        ordered = sorted(entries, key=lambda entry: entry.name)
-    for entry in ordered:
-        path = prefix + entry.name
-        if not entry.is_dir(follow_symlinks=False):
-            yield path, entry
-        elif entry.name not in IGNORED_FOLDERS:
-            yield from _walk(Path(entry.path), path + "/")
+def _walk(root: Path) -> Iterator[tuple[str, os.DirEntry[str] | OSError]]:
+    """Everything below `root` that is not a real folder, with its relative path; for a folder that
+    cannot be read, the reason. Not recursive, since a harness can nest folders very deep."""
+    folders = [""]
+    while folders:
+        prefix = folders.pop()
+        try:
+            if len(prefix) > MAX_PATH:
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+            with os.scandir(root / prefix) as found:
+                entries = sorted(itertools.islice(found, MAX_ENTRIES + 1), key=lambda e: e.name)
+        except OSError as error:
+            yield prefix[:MAX_PATH], error
+            continue
+        below = []
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                yield prefix + entry.name, entry
+            elif entry.name not in IGNORED_FOLDERS:
+                below.append(f"{prefix}{entry.name}/")
+        folders += reversed(below)
 
 
-def _read(entry: os.DirEntry[str]) -> str:
+def _read(path: str, entry: os.DirEntry[str] | OSError) -> str:
     """The text of a small regular file. Raises ValueError, with the reason, for anything else."""
+    if isinstance(entry, OSError):
+        raise ValueError(f"cannot be read: {entry.strerror}")
     if not entry.is_file(follow_symlinks=False):
         raise ValueError("not a regular file")
     try:
-        entry.name.encode()
+        path.encode()
         descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except UnicodeEncodeError:
         raise ValueError("its name is not UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("not a regular file")
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")

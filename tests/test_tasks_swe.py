@@ -1,0 +1,404 @@
+"""The embedded repair tasks: data, workspaces, and a grader that cannot be talked round."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_ray.records import Outcome, Reward, Split, Task
+from lightning_ray.rollouts.grading import Episode
+from lightning_ray.tasks.swe import embedded, grading
+from lightning_ray.tasks.swe.grading import GradingError, Verdict, run_hidden_tests, weigh
+from lightning_ray.tasks.swe.workspace import (
+    MAX_FILE_BYTES,
+    MAX_FILES,
+    MAX_REFUSED,
+    collect,
+    prepare,
+)
+
+EVERY = embedded.train() + embedded.validation()
+TASK = embedded.validation()[0]
+PACKAGE = TASK.statement.split()[1]
+INIT = f"{PACKAGE}/__init__.py"
+
+
+def episode(*texts: str) -> Episode:
+    return Episode("r", "a", Outcome.COMPLETED, "", texts)
+
+
+def fix(task: Task) -> dict[str, str | None]:
+    return {task.fields["expected_file"]: task.fields["expected_word"] + "\n"}
+
+
+def reward(changes: dict[str, str | None], *texts: str) -> Reward:
+    return grading.grade(TASK, {"files": changes, "refused": []}, episode(*texts))
+
+
+# --- data ---
+
+
+def test_the_same_tasks_come_each_time():
+    assert embedded.train() + embedded.validation() == EVERY
+    assert len({task.task_id for task in EVERY}) == len(EVERY)
+    assert len(embedded.train()) >= 64
+    assert len(embedded.validation()) >= 32
+    json.dumps([task.fields for task in EVERY])
+
+
+def test_validation_shares_no_pair_and_no_package_with_training():
+    def pairs(tasks: list[Task]) -> set[tuple[str, str]]:
+        return {(t.fields["expected_file"], t.fields["expected_word"]) for t in tasks}
+
+    train, validation = embedded.train(), embedded.validation()
+    assert not pairs(train) & pairs(validation)
+    assert not {t.statement.split()[1] for t in train} & {
+        t.statement.split()[1] for t in validation
+    }
+    assert len(pairs(validation)) == len(validation)
+    # The warm start of the tiny model draws from all training pairs.
+    assert pairs(train) <= set(embedded.pairs(Split.TRAIN))
+
+
+def test_no_package_hides_behind_a_module_of_the_standard_library():
+    names = {name for names in embedded.PACKAGES.values() for name in names}
+    assert not names & sys.stdlib_module_names
+
+
+def test_a_task_gives_nothing_of_its_tests_away():
+    for task in EVERY:
+        assert not task.fields["files"].keys() & task.fields["hidden_tests"].keys()
+        assert task.fields["expected_word"] not in json.dumps(task.fields["files"])
+
+
+# --- workspaces ---
+
+
+def test_an_untouched_workspace_has_no_changes(tmp_path):
+    prepare(TASK, tmp_path)
+    assert collect(TASK, tmp_path) == {"files": {}, "refused": []}
+
+
+def test_changed_new_and_deleted_files_are_collected(tmp_path):
+    prepare(TASK, tmp_path)
+    (tmp_path / "README.md").unlink()
+    (tmp_path / INIT).write_text("x = 1\n")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "ä.txt").write_text("äöü\r\n", newline="")
+    for ignored in ("__pycache__", ".git"):
+        (tmp_path / ignored).mkdir()
+        (tmp_path / ignored / "x").write_text("x")
+    found = collect(TASK, tmp_path)
+    assert found == {
+        "files": {"README.md": None, INIT: "x = 1\n", "new/ä.txt": "äöü\r\n"},
+        "refused": [],
+    }
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/x", "../x", "a/../../x", "a//x", "./x", "", "a\0b", "a/", ".."]
+)
+def test_a_task_with_a_path_out_of_its_workspace_is_refused(tmp_path, path):
+    task = replace(TASK, fields={"files": {"good.txt": "x", path: "x"}})
+    with pytest.raises(ValueError, match="plain relative path"):
+        prepare(task, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_workspace_in_use_is_refused(tmp_path):
+    (tmp_path / "x").touch()
+    with pytest.raises(ValueError, match="not empty"):
+        prepare(TASK, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tests/test_text.py",
+        "tests/helper.py",
+        "test_other.py",
+        "pkg/conftest.py",
+        "evil.pth",
+        "sitecustomize.py",
+        "pyproject.toml",
+        "setup.cfg",
+        "tox.ini",
+        "pytest.ini",
+    ],
+)
+def test_files_that_decide_how_tests_run_are_refused_and_listed(tmp_path, path):
+    prepare(TASK, tmp_path)
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text("changed")
+    found = collect(TASK, tmp_path)
+    assert found["files"] == {}
+    assert found["refused"] == [{"path": path, "reason": "decides how tests run"}]
+
+
+def test_a_deleted_test_is_listed_and_not_a_change(tmp_path):
+    prepare(TASK, tmp_path)
+    (tmp_path / "tests" / "test_text.py").unlink()
+    found = collect(TASK, tmp_path)
+    assert found["files"] == {}
+    assert [entry["path"] for entry in found["refused"]] == ["tests/test_text.py"]
+
+
+def test_links_pipes_binaries_and_giants_are_not_read(tmp_path):
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_text("secret")
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    prepare(TASK, workspace)
+    (workspace / "link").symlink_to(secret / "key")
+    (workspace / "folder").symlink_to(secret)
+    (workspace / INIT).unlink()
+    (workspace / INIT).symlink_to(secret / "key")
+    os.mkfifo(workspace / "pipe")
+    (workspace / "binary").write_bytes(b"\xff\xfe\x00")
+    (workspace / "giant").write_text("x" * (MAX_FILE_BYTES + 1))
+    Path(os.fsdecode(os.fsencode(workspace) + b"/\xff")).write_text("x")
+    found = collect(TASK, workspace)
+    assert found["files"] == {}
+    assert {entry["path"]: entry["reason"] for entry in found["refused"]} == {
+        "link": "not a regular file",
+        "folder": "not a regular file",
+        INIT: "not a regular file",
+        "pipe": "not a regular file",
+        "binary": "not UTF-8 text",
+        "giant": f"larger than {MAX_FILE_BYTES} bytes",
+        r"\xff": "its name is not UTF-8",
+    }
+    assert "secret" not in json.dumps(found["files"])
+
+
+def test_a_flood_of_files_and_folders_stays_small(tmp_path):
+    prepare(TASK, tmp_path)
+    for number in range(300):
+        (tmp_path / f"f{number:03d}").write_text("x")
+    at = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(1500):  # deeper than Python recurses and than a path may be long
+        os.mkdir("deep", dir_fd=at)
+        below = os.open("deep", os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = below
+    os.close(at)
+    found = collect(TASK, tmp_path)
+    assert len(found["files"]) == MAX_FILES
+    assert MAX_REFUSED <= len(found["refused"]) <= MAX_REFUSED + 1
+
+
+def test_folders_nested_without_end_are_refused(tmp_path):
+    prepare(TASK, tmp_path)
+    (tmp_path / "/".join(["d" * 100] * 15)).mkdir(parents=True)
+    assert [entry["reason"] for entry in collect(TASK, tmp_path)["refused"]] == [
+        "cannot be read: File name too long"
+    ]
+
+
+# --- grading ---
+
+
+@pytest.mark.parametrize("task", [embedded.train()[0], *embedded.validation()[:5]])
+def test_the_honest_fix_solves_and_nothing_else_does(task):
+    assert run_hidden_tests(task, fix(task)).verdict is Verdict.PASSED
+    broken = run_hidden_tests(task, {})
+    assert broken.verdict is Verdict.FAILED
+    assert broken.passed == len(task.fields["pass_to_pass"])
+
+
+@pytest.mark.slow
+def test_the_honest_fix_solves_every_embedded_task():
+    unsolved = [t.task_id for t in EVERY if run_hidden_tests(t, fix(t)).verdict != "passed"]
+    solved_unfixed = [t.task_id for t in EVERY if run_hidden_tests(t, {}).verdict == "passed"]
+    assert (unsolved, solved_unfixed) == ([], [])
+
+
+def test_a_fix_in_a_workspace_travels_to_its_reward(tmp_path):
+    prepare(TASK, tmp_path)
+    file, word = TASK.fields["expected_file"], TASK.fields["expected_word"]
+    assert os.system(f"cd {tmp_path} && echo {word} > {file}") == 0
+    result = json.loads(json.dumps(collect(TASK, tmp_path)))
+    found = grading.grade(TASK, result, episode(f"```bash\necho {word} > {file}\n```"))
+    assert (found.value, found.solved, found.metrics["tests_passed"]) == (1.0, True, 1.0)
+
+
+def test_the_reward_rises_with_each_part_of_the_work():
+    file, word = TASK.fields["expected_file"], TASK.fields["expected_word"]
+    command = "```bash\nls\n```"
+    assert reward({}, "I am done.").value == 0.0
+    assert reward({}, "```python\nls\n```", "```bash\n\n```").value == 0.0
+    assert reward({"other.txt": word}, command).value == 0.1
+    assert reward({file: None}, command).value == 0.1
+    assert reward({file: "wrong"}, command).value == 0.4
+    assert reward({file: f"old\n{word}\n"}, command).value == 0.6
+    assert reward({file: word}, command).value == 1.0
+    assert not reward({file: f"old\n{word}\n"}, command).solved
+
+
+def test_an_answer_built_into_the_code_does_not_solve():
+    word = TASK.fields["expected_word"]
+    source = TASK.fields["files"][INIT]
+    start = source.index("    return (root")
+    end = source.index("\n", start)
+    assert not reward({INIT: source[:start] + f"    return {word!r}" + source[end:]}).solved
+
+
+PROLOGUE = TASK.fields["files"][INIT] + "\n"
+ATTACKS = {
+    "exit at import": "import os\nos._exit(0)\n",
+    "SystemExit at import": "raise SystemExit(0)\n",
+    "print and exit from atexit": (
+        "import atexit, os\n"
+        "def end():\n    print('Ran 4 tests in 0.1s\\n\\nOK', flush=True)\n    os._exit(0)\n"
+        "atexit.register(end)\n"
+    ),
+    "every test passes": (
+        "import unittest\n"
+        "def run(self, result=None):\n    result.startTest(self)\n    result.addSuccess(self)\n"
+        "unittest.TestCase.run = unittest.TestCase.__call__ = run\n"
+    ),
+    "assertions that never fail": (
+        "import unittest\n"
+        "for name in dir(unittest.TestCase):\n"
+        "    if name.startswith('assert'):\n"
+        "        setattr(unittest.TestCase, name, lambda *a, **k: None)\n"
+    ),
+    "failures recorded as passes": (
+        "import gc, unittest\n"
+        "for kind in unittest.TestResult.__subclasses__():\n"
+        "    kind.addFailure = kind.addError = lambda self, test, error: self.addSuccess(test)\n"
+    ),
+    "the module under test replaces the tests": (
+        "import sys, unittest\n"
+        "for name in [n for n in sys.modules if n.startswith('tests')]:\n"
+        "    vars(sys.modules[name])['unittest'] = None\n"
+    ),
+    "a report without the nonce": (
+        "import os, json\n"
+        "for fd in range(3, 50):\n"
+        "    report = {'nonce': '', 'verdicts': {}, 'canaries': []}\n"
+        "    try: os.write(fd, json.dumps(report).encode() + b'\\n')\n"
+        "    except OSError: pass\n"
+        "os._exit(0)\n"
+    ),
+    "rewritten test files": (
+        "from pathlib import Path\n"
+        "for path in Path(__file__).parent.parent.glob('tests/*.py'):\n    path.write_text('')\n"
+    ),
+    "a word equal to everything": (
+        "class Word(str):\n    def __eq__(self, other): return True\n    __hash__ = str.__hash__\n"
+        "def word(root=ROOT):\n    return Word('x')\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_from_the_package_does_not_solve(name):
+    for source in (PROLOGUE + ATTACKS[name], ATTACKS[name] + PROLOGUE):
+        found = reward({INIT: source})
+        assert not found.solved
+        assert found.value == 0.0
+
+
+@pytest.mark.parametrize("name", ["every test passes", "assertions that never fail"])
+def test_tampering_with_unittest_is_called_forgery(name):
+    assert run_hidden_tests(TASK, {INIT: PROLOGUE + ATTACKS[name]}).verdict is Verdict.FORGED
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"tests/test_{PACKAGE}.py",
+        "tests/__init__.py",
+        "conftest.py",
+        "sitecustomize.py",
+        "unittest.py",
+        "unittest/__init__.py",
+        "tempfile.py",
+        "../escape.py",
+        "/tmp/escape.py",
+    ],
+)
+def test_files_planted_beside_the_package_do_not_solve(path):
+    source = ATTACKS["exit at import"]
+    assert run_hidden_tests(TASK, {path: source}).verdict is Verdict.FAILED
+    assert run_hidden_tests(TASK, {path: source, **fix(TASK)}).verdict is Verdict.PASSED
+
+
+def test_a_file_in_the_place_of_a_folder_does_not_solve():
+    assert not reward({PACKAGE: "text", **fix(TASK)}).solved
+
+
+def test_tests_that_never_end_are_killed_with_their_children(monkeypatch, tmp_path):
+    monkeypatch.setattr(grading, "TIME_LIMIT_S", 2.0)
+    pid_file = tmp_path / "pid"
+    source = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    assert run_hidden_tests(TASK, {INIT: source}).verdict is Verdict.TIMEOUT
+    stat = Path(f"/proc/{pid_file.read_text()}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_a_grader_that_cannot_work_gives_no_reward(monkeypatch, tmp_path):
+    monkeypatch.setattr(grading.tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(GradingError, match=TASK.task_id):
+        reward(fix(TASK))
+
+
+def test_a_test_process_that_does_not_start_gives_no_reward(monkeypatch):
+    monkeypatch.setattr(grading, "LIMITS", {"RLIMIT_NO_SUCH": 1})
+    with pytest.raises(GradingError, match="did not start.*RLIMIT_NO_SUCH"):
+        reward(fix(TASK))
+
+
+def report(verdicts: dict[str, str], nonce: str = "n") -> bytes:
+    return json.dumps({"nonce": nonce, "verdicts": verdicts, "canaries": []}).encode()
+
+
+GOOD = {"m.A.test_a": "passed", "m.A.test_b": "passed", "m.A.c1": "failed", "m.A.c2": "failed"}
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "exit_code", "nonce", "expected"),
+    [
+        (GOOD, 0, "n", Verdict.PASSED),
+        (GOOD, 1, "n", Verdict.FORGED),
+        (GOOD, 0, "other", Verdict.FORGED),
+        (GOOD | {"m.A.test_b": "failed"}, 1, "n", Verdict.FAILED),
+        (GOOD | {"m.A.test_b": "failed"}, 0, "n", Verdict.FORGED),
+        (GOOD | {"m.A.test_b": "skipped"}, 1, "n", Verdict.FAILED),
+        (GOOD | {"m.A.test_c": "passed"}, 1, "n", Verdict.FAILED),
+        (GOOD | {"m.A.c1": "passed"}, 0, "n", Verdict.FORGED),
+        ({k: v for k, v in GOOD.items() if k != "m.A.c1"}, 0, "n", Verdict.FORGED),
+        ({k: v for k, v in GOOD.items() if k != "m.A.test_a"}, 1, "n", Verdict.FAILED),
+        ({}, 0, "n", Verdict.FORGED),
+    ],
+)
+def test_a_verdict_needs_all_evidence_to_agree(verdicts, exit_code, nonce, expected):
+    tests = frozenset({"m.A.test_a", "m.A.test_b"})
+    assert weigh(report(verdicts, nonce), exit_code, "n", ["c1", "c2"], tests).verdict is expected
+
+
+NO_REPORT = {
+    "nothing": b"",
+    "text": b"OK",
+    "a list": b"[]",
+    "a parser's nightmare": b"[" * 100_000,
+    "no verdicts": b'{"nonce": "n"}',
+    "no mapping": b'{"nonce": "n", "verdicts": 3}',
+}
+
+
+@pytest.mark.parametrize("name", NO_REPORT)
+def test_a_report_that_is_none_never_passes(name):
+    tests = frozenset({"m.A.test_a"})
+    assert weigh(NO_REPORT[name], 0, "n", ["c1"], tests).verdict is Verdict.FORGED
