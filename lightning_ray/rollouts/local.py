@@ -18,6 +18,7 @@ import pkgutil
 import shutil
 import signal
 import stat
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -197,9 +198,6 @@ def _keep(source: Path, into: Path) -> None:
 
 
 def _remove(box: Path) -> None:
-    for at, folders, _ in os.walk(box):  # an agent may have left folders that cannot be entered
-        for name in folders:
-            folder = Path(at) / name
-            if not folder.is_symlink():
-                folder.chmod(0o700)
-    shutil.rmtree(box)
+    # An agent may have left folders that cannot be entered, or nested deeper than Python recurses.
+    subprocess.run(["chmod", "-R", "u+rwX", str(box)], check=False, stderr=subprocess.DEVNULL)
+    subprocess.run(["rm", "-rf", str(box)], check=True)
