@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from lightning_ray.engine.weights import checksum
 
@@ -32,4 +33,9 @@ class WeightLoader:
 
             digest = checksum(dict(tensors())) if verify else None
             self.model_runner.reload_weights(weights_iterator=tensors(), is_checkpoint_format=True)
+        for module in self.model_runner.model.modules():
+            # A head that is tied to the embedding is not loaded itself; on a CPU it multiplies by a
+            # packed copy, which would stay that of the old weights.
+            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
         return digest
