@@ -23,7 +23,8 @@ from lightning_ray.gateway.dialects import Answer, ChatRequest, Turn, Usage, ope
 from lightning_ray.gateway.errors import ApiError, context_overflow
 from lightning_ray.gateway.render import Renderer
 from lightning_ray.records import Call, Reward, Split
-from lightning_ray.store.rollouts import AttemptInfo, AttemptOver, DuplicateReward, StoreError
+from lightning_ray.store.errors import AttemptOver, DuplicateReward, StoreError
+from lightning_ray.store.rollouts import AttemptInfo
 
 
 class Service:

@@ -8,7 +8,6 @@ checksum that its state names.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from lightning_ray.records import PolicyVersion
 from lightning_ray.run.cycle import Phase, Position
+from lightning_ray.store.log import fsync
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Checkpoints:
         _fsync_tree(partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        _fsync(self._root)
+        fsync(self._root)
         self._prune()
         return final
 
@@ -103,13 +103,5 @@ class Checkpoints:
 
 def _fsync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
-        _fsync(path)
-    _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fsync(path)
+    fsync(folder)

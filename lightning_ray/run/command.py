@@ -124,7 +124,7 @@ def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], a
     from lightning_ray.gateway.deploy import GatewayStartError, settle_port
     from lightning_ray.placement import PlacementError
     from lightning_ray.run.stack import RunError
-    from lightning_ray.store.rollouts import StoreError
+    from lightning_ray.store.errors import StoreError
     from lightning_ray.trainer.trainer import TrainerDied
 
     console = Console(config.run.name)

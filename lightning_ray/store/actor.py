@@ -19,7 +19,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lightning_ray.records import Call, FinishedRollout, Outcome, Reward, RolloutSpec
-from lightning_ray.store.rollouts import AttemptInfo, AttemptSummary, RolloutStore, StoreError
+from lightning_ray.store.errors import StoreError
+from lightning_ray.store.rollouts import AttemptInfo, AttemptSummary, RolloutStore
 
 # Calls in one commit: bounds the latency of the first of them, not the throughput.
 MOST_CALLS_PER_COMMIT = 512

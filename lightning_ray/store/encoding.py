@@ -7,13 +7,27 @@ was given, when `fulls` holds the tokens of the calls before it.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from lightning_ray.records import Call, FinishReason, PolicyVersion, Span
+from lightning_ray.records import (
+    Call,
+    FinishedRollout,
+    FinishReason,
+    Outcome,
+    PolicyVersion,
+    Reward,
+    RolloutSpec,
+    RolloutState,
+    Span,
+    Split,
+    Task,
+)
 
 
 def longest_shared_prefix(
@@ -84,4 +98,23 @@ def call_from_row(row: pa.RecordBatch, fulls: Mapping[str, np.ndarray]) -> Call:
         constrained=bool(scalar("constrained")),
         started_at=float(scalar("started_at")),
         seconds=float(scalar("seconds")),
+    )
+
+
+def finished_to_json(finished: FinishedRollout) -> str:
+    data = dataclasses.asdict(finished)
+    del data["spec"]
+    return json.dumps(data)
+
+
+def finished_from_row(row: tuple) -> FinishedRollout:
+    rollout_id, group_id, split, step, task, finished = row
+    data = json.loads(finished)
+    reward = data.pop("reward")
+    return FinishedRollout(
+        spec=RolloutSpec(rollout_id, group_id, Task(**json.loads(task)), Split(split), step),
+        state=RolloutState(data.pop("state")),
+        outcome=Outcome(data.pop("outcome")),
+        reward=Reward(**reward) if reward else None,
+        **data,
     )

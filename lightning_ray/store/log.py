@@ -115,7 +115,7 @@ class CallLog:
         self._segment = segment
         self._recover(segment)
         self._fd = os.open(self._path(segment, "log"), os.O_RDWR | os.O_CREAT, 0o600)
-        _sync(self.directory)
+        fsync(self.directory)
 
     def _recover(self, segment: int) -> None:
         """Finds the frames of a log and cuts off what is not whole."""
@@ -158,15 +158,16 @@ class CallLog:
             ):
                 for offset in offsets:
                     writer.write_batch(self._read_frame(fd, offset))
-            _sync(temporary)
+            fsync(temporary)
         finally:
             os.close(fd)
         temporary.rename(target)
-        _sync(self.directory)
+        fsync(self.directory)
         self._path(segment, "log").unlink()
 
 
-def _sync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Makes a file, or the names in a folder, durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

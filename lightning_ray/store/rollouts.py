@@ -35,11 +35,22 @@ from lightning_ray.records import (
     Outcome,
     Reward,
     RolloutSpec,
-    RolloutState,
     Split,
-    Task,
 )
-from lightning_ray.store.encoding import call_from_row, call_to_row, longest_shared_prefix
+from lightning_ray.store.encoding import (
+    call_from_row,
+    call_to_row,
+    finished_from_row,
+    finished_to_json,
+    longest_shared_prefix,
+)
+from lightning_ray.store.errors import (
+    AttemptOver,
+    DuplicateReward,
+    StoreError,
+    StoreLocked,
+    UnknownAttempt,
+)
 from lightning_ray.store.log import SEGMENT_BYTES, CallLog
 
 _TABLES = """
@@ -60,26 +71,6 @@ create table if not exists calls (
     row integer not null);
 create index if not exists calls_by_attempt on calls (attempt_id, seq);
 """
-
-
-class StoreError(Exception):
-    """The store refused; the message says what and why."""
-
-
-class StoreLocked(StoreError):
-    """Another process owns this store."""
-
-
-class UnknownAttempt(StoreError):
-    """There is no such attempt."""
-
-
-class AttemptOver(StoreError):
-    """The attempt has ended and takes no more calls."""
-
-
-class DuplicateReward(StoreError):
-    """The rollout already has a reward."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +219,7 @@ class RolloutStore:
             self._db.execute(
                 "update rollouts set state = ?, finished = ? where "
                 "rollout_id = ? and finished is null",
-                (finished.state, _finished_to_json(finished), finished.spec.rollout_id),
+                (finished.state, finished_to_json(finished), finished.spec.rollout_id),
             )
 
     def finished(self, rollout_ids: Sequence[str]) -> list[FinishedRollout]:
@@ -238,7 +229,7 @@ class RolloutStore:
             "where finished is not null and rollout_id in (%s)",
             rollout_ids,
         )
-        return [_finished_from_row(row) for row in rows]
+        return [finished_from_row(row) for row in rows]
 
     # -- rewards --------------------------------------------------------------------------------
 
@@ -402,22 +393,3 @@ class RolloutStore:
             part = list(values[start : start + 10_000])
             rows += self._db.execute(sql % ",".join("?" * len(part)), part).fetchall()
         return rows
-
-
-def _finished_to_json(finished: FinishedRollout) -> str:
-    data = dataclasses.asdict(finished)
-    del data["spec"]
-    return json.dumps(data)
-
-
-def _finished_from_row(row: tuple) -> FinishedRollout:
-    rollout_id, group_id, split, step, task, finished = row
-    data = json.loads(finished)
-    reward = data.pop("reward")
-    return FinishedRollout(
-        spec=RolloutSpec(rollout_id, group_id, Task(**json.loads(task)), Split(split), step),
-        state=RolloutState(data.pop("state")),
-        outcome=Outcome(data.pop("outcome")),
-        reward=Reward(**reward) if reward else None,
-        **data,
-    )
