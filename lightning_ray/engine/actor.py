@@ -210,10 +210,6 @@ class EngineActor:
             await self._llm.sleep(level=2)
             self._asleep = True
 
-    async def running(self) -> int:
-        """Generations in flight."""
-        return self._running
-
     async def _load(self, policy: Policy, verify: bool) -> str | None:
         if self._asleep:
             await self._llm.wake_up(tags=["weights"])
