@@ -225,10 +225,15 @@ def test_an_exception_in_the_caller_ends_the_program(tmp_path: Path) -> None:
         written_pid(tmp_path / "pid")
         signal.raise_signal(signal.SIGINT)
 
+    # A shell starts background jobs with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
     script = "import os, time; open('pid', 'w').write(f'{os.getpid()}\\n'); time.sleep(60)"
-    with pytest.raises(KeyboardInterrupt):
-        run_script(tmp_path, script)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_script(tmp_path, script)
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     assert not alive(written_pid(tmp_path / "pid"))

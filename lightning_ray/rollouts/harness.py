@@ -28,6 +28,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lightning_ray.config import ConfigError
+from lightning_ray.rollouts.forkserver import Preload
 
 _BUILT_IN = Path(__file__).parent / "recipes"
 _DONE = "installed"  # written last: an environment without it is half an installation
@@ -90,6 +91,12 @@ class Recipe(BaseModel):
         default_factory=dict, description="Environment; {api_key} belongs here."
     )
     cwd: str = Field("{workspace}", description="Folder that the harness starts in.")
+    preload: list[str] = Field(
+        default_factory=list,
+        description="Modules of a Python harness that are imported once per machine instead of "
+        "in every attempt; the command must be a script of {venv}/bin. Name libraries, not the "
+        "harness itself: they see only the entries of `env` without placeholders.",
+    )
     artifacts: list[str] = Field(
         default_factory=list, description="Files and folders kept beside the harness's log."
     )
@@ -115,6 +122,8 @@ class Recipe(BaseModel):
                     raise ValueError(
                         f"{where}: {{{name}}} needs `packages`, but the recipe has none"
                     )
+        if self.preload and not self.command[0].startswith("{venv}/bin/"):
+            raise ValueError("preload: command[0] must be a Python script in {venv}/bin/")
         return self
 
     def _texts(self) -> Iterator[tuple[str, str]]:
@@ -186,6 +195,19 @@ def command_line(recipe: Recipe, values: Values) -> tuple[list[str], dict[str, s
     argv = [_argument(text, values) for text in recipe.command]
     env = {name: fill(text, values) for name, text in recipe.env.items()}
     return argv, env, values.task if recipe.task_on_stdin else ""
+
+
+def preload(recipe: Recipe, venv: Path | None, env: Mapping[str, str]) -> Preload | None:
+    """The warm interpreter that `recipe` asks for, with `env` and what of the recipe's environment
+    is the same in every attempt."""
+    if not (recipe.preload and venv):
+        return None
+    fixed = {name: text for name, text in recipe.env.items() if not _names(text)}
+    return Preload(
+        str(venv / "bin" / "python"),
+        tuple(recipe.preload),
+        tuple(sorted(({**env, **fixed}).items())),
+    )
 
 
 def fill(text: str, values: Values) -> str:

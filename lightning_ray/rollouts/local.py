@@ -27,6 +27,7 @@ from types import FrameType
 
 from lightning_ray.records import Json, Outcome, Task
 from lightning_ray.rollouts import harness, process
+from lightning_ray.rollouts.forkserver import PreloadError
 from lightning_ray.rollouts.harness import InstallError, Recipe, RecipeError, Values
 from lightning_ray.rollouts.process import EndedBy, ExitReport, Limits
 
@@ -88,7 +89,7 @@ def run_attempt(request: AttemptRequest) -> AttemptResult:
     box = Path(tempfile.mkdtemp(prefix="lr-"))
     try:
         return _run_in(box, request)
-    except (InstallError, RecipeError, _FamilyError) as error:
+    except (InstallError, RecipeError, PreloadError, _FamilyError) as error:
         return AttemptResult(Outcome.LAUNCH_FAULT, str(error))
     finally:
         if request.keep_workspaces:
@@ -128,6 +129,7 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
         api_key=request.api_key,
     )
     argv, env, stdin = harness.command_line(recipe, values)
+    shared = Path(tempfile.gettempdir())
     if request.prepare:
         _family("task.prepare", request.prepare, request.task, workspace)
     report = process.run(
@@ -138,6 +140,7 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
         limits=request.limits,
         attempt_id=request.attempt_id,
         stdin=stdin,
+        preload=harness.preload(recipe, venv, process.base_environment(shared, shared)),
     )
     for artifact in recipe.artifacts:
         _keep(Path(harness.fill(artifact, values)), request.log_dir)

@@ -26,7 +26,12 @@ _QUIET = {
 }
 
 # Of a local Ray itself. A run starts more workers than Ray expects of two cores, and it would warn.
-_QUIET_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_maximum_startup_concurrency": "8"}
+# Idle workers stay: a new one costs seconds of a core, and attempts come in waves.
+_LOCAL_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_maximum_startup_concurrency": "8",
+    "RAY_idle_worker_killing_time_threshold_ms": "3600000",
+}
 
 
 def connect(config: RunConfig) -> None:
@@ -62,7 +67,7 @@ def environment(config: RunConfig) -> Mapping[str, str]:
 
 def quiet() -> None:
     """Keeps libraries from writing over the run's own messages."""
-    os.environ.update({**_QUIET, **_QUIET_RAY})
+    os.environ.update({**_QUIET, **_LOCAL_RAY})
     warnings.filterwarnings("ignore")
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)

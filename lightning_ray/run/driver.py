@@ -12,13 +12,14 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_ray.config import RunConfig, dump, load
 from lightning_ray.engine.actor import Policy
 from lightning_ray.metrics import MetricsLog
-from lightning_ray.placement import Bundles, reserve
+from lightning_ray.placement import Bundles, Device, reserve
 from lightning_ray.records import FinishedRollout, PolicyVersion, RolloutState, Task
 from lightning_ray.report.console import Console, View
 from lightning_ray.rollouts import harness
@@ -84,13 +85,7 @@ class Run:
             self._metrics = MetricsLog(self.run_dir, self._config)
             self._show("starting", note="placement group")
             bundles = reserve(self._config)
-            # The trainer first: vLLM measures the memory that is left when it starts.
-            self._show("starting", note="trainer")
-            self._trainer = Trainer(self._config, self._model_dir, bundles, self._config.run.steps)
-            self._restore()
-            self._trainer.sleep()
-            self._show("starting", note="engine and gateway")
-            self._stack.start(bundles, self._version)
+            self._start(bundles)
             while self._position.phase is not Phase.DONE:
                 self._do(self._position)
             return ending.keep_model(self.run_dir, self._checkpoints)
@@ -99,6 +94,23 @@ class Run:
             self._stack.stop()
             if bundles is not None:
                 bundles.remove()
+
+    def _start(self, bundles: Bundles) -> None:
+        """Starts trainer, engines and gateway, and goes back to the last checkpoint."""
+        with ThreadPoolExecutor(1) as background:
+            serving = None
+            if bundles.device is Device.CPU:
+                serving = background.submit(self._stack.start, bundles, self._version)
+            self._show("starting", note="trainer, engine and gateway")
+            self._trainer = Trainer(self._config, self._model_dir, bundles, self._config.run.steps)
+            resumed = self._restore()
+            self._trainer.sleep()
+            # On a GPU the trainer first: vLLM measures the memory that is left when it starts.
+            serving = serving or background.submit(self._stack.start, bundles, self._version)
+            self._show("starting", note="engine and gateway")
+            serving.result()
+        if resumed:
+            self._stack.load(self._policy(), self._checksum)
 
     def _do(self, position: Position) -> None:
         started = time.monotonic()
@@ -162,8 +174,7 @@ class Run:
     def _sync(self) -> None:
         self._trainer.sleep()
         verify = self._config.engine.verify_sync
-        policy = Policy(str(self._policy_path), self._version)
-        self._stack.load(policy, self._checksum if verify else None)
+        self._stack.load(self._policy(), self._checksum if verify else None)
         for old in self._policy_path.parent.glob("*.safetensors"):
             if old != self._policy_path:
                 old.unlink()
@@ -171,6 +182,9 @@ class Run:
     def _export(self) -> None:
         self._policy_path.parent.mkdir(exist_ok=True)
         self._checksum = self._trainer.export(self._policy_path)
+
+    def _policy(self) -> Policy:
+        return Policy(str(self._policy_path), self._version)
 
     @property
     def _policy_path(self) -> Path:
@@ -201,12 +215,12 @@ class Run:
             )
         path.write_text(dump(self._config))
 
-    def _restore(self) -> None:
+    def _restore(self) -> bool:
+        """Goes back to the last checkpoint; False if there is none."""
         found = self._checkpoints.latest()
         if found is None:
-            self._stack.pointer.unlink(missing_ok=True)
             self._metrics.truncate(-1)
-            return
+            return False
         folder, state = found
         self._trainer.load(folder / "trainer")
         self._version, self._position = state.version, self._plan.resumed(state.position)
@@ -218,9 +232,9 @@ class Run:
                 f"{self._checksum}, but {state.checksum} was "
                 "written; delete that checkpoint to go on from the one before it"
             )
-        Policy(str(self._policy_path), self._version).write(self._stack.pointer)
         self._metrics.truncate(self._version.step - (self._position.phase is Phase.VALIDATE))
         self._say(f"resuming at step {self._version.step} from {folder}")
+        return True
 
     # -- numbers --------------------------------------------------------------------------------
 

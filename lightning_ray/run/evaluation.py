@@ -47,7 +47,6 @@ def evaluate(
     tasks = data.load_tasks(str(config.task.validation), "task.validation")
     stack = Stack(config, base_dir, run_dir / "evaluations")
     stack.pointer.parent.mkdir(parents=True, exist_ok=True)
-    stack.pointer.unlink(missing_ok=True)
     bundles = None
     try:
         stack.open_store()

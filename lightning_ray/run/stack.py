@@ -47,6 +47,7 @@ class Stack:
         self.store: Any = None
         self.engines: list[Any] = []
         self._controller: Any = None
+        self._serving = False
 
     def open_store(self) -> None:
         """Opens the run's store and ends what a killed run left open.
@@ -58,13 +59,14 @@ class Stack:
         ray.get(self.store.end_orphans.remote(time.time()))
 
     def start(self, bundles: Bundles, version: PolicyVersion) -> None:
-        """Starts the engines (serving the policy file, or the base model as `version`), the gateway
-        and the controller.
+        """Starts the engines (serving the base model as `version`), the gateway and the
+        controller.
 
         Raises:
             EngineStartError: vLLM refused the model.
             GatewayStartError: the port is taken.
         """
+        self.pointer.unlink(missing_ok=True)
         on_gpu = bundles.device is Device.GPU
         for number in range(self.config.engine.count):
             options = bundles.engine_options(number)
@@ -79,8 +81,11 @@ class Stack:
             self.engines.append(
                 actor.remote(self.config, str(self._model_dir), str(self.pointer), version, on_gpu)
             )
-        ray.get([engine.ready.remote() for engine in self.engines])
+        # Both take a while, so at the same time.
+        ready = [engine.ready.remote() for engine in self.engines]
+        self._serving = True
         url = deploy.start(self.config, self._model_dir, self.engines, self.store)
+        ray.get(ready)
         self._controller = controller.start(self.config, self.store, url)
 
     def sleep(self) -> None:
@@ -139,6 +144,7 @@ class Stack:
         """Ends harnesses, gateway, engines and the store, in this order."""
         if self._controller is not None:
             ray.get(self._controller.shutdown.remote())
+        if self._serving:
             deploy.stop()
         for engine in self.engines:
             ray.kill(engine)

@@ -1,0 +1,266 @@
+"""The small process that stands between us and one untrusted program.
+
+It starts the program, watches its limits and reports how it ended. It is a child subreaper (prctl):
+whatever the program forks, daemonises or orphans stays a descendant, so "no children left" means
+that everything is dead. It ends everything as soon as its stdin closes, so the death of the caller
+ends the program too; the program in turn dies with the supervisor.
+
+Standard library only, and nothing of ours: this file runs as a script of its own (`process.py`) and
+inside the Python of a harness (`forkserver.py`). One pass over /proc reads parent and memory of
+every process at once, so that looking stays cheap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+_POLL_S = 0.25  # memory and process counts are looked at four times a second ...
+_POLL_SHARE = 20  # ... but looking may take at most 1/20 of a core on a machine with many processes
+_OPEN_FILES = 8192  # file watchers of Node tools need more than the usual 1024
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 15, 36, 38
+
+
+class EndedBy(StrEnum):
+    """Why a program is no longer running."""
+
+    EXIT = "exit"  # it ended with an exit status
+    SIGNAL = "signal"  # a signal that was not ours killed it
+    TIME = "time"  # still running at the time limit
+    MEMORY = "memory"  # resident memory of all its processes passed the limit
+    PROCESSES = "processes"  # more processes at a time than the limit
+    OUTPUT = "output"  # wrote more than the limit to stdout and stderr
+    NOT_STARTED = "not_started"  # no such program, no such folder, arguments too long
+    LOST = "lost"  # the supervisor was killed, so nobody knows
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program and all its descendants may use."""
+
+    timeout_s: float
+    memory_mib: int = 2048
+    max_processes: int = 256
+    output_mib: int = 16
+    file_mib: int = 512
+
+
+class Child(Protocol):
+    """The program that was started, as `subprocess.Popen` and others give it."""
+
+    pid: int
+
+
+# Starts the program of an order with (stdin, stdout, stderr), calling the function in the child.
+Launch = Callable[[dict[str, Any], tuple[int, int, int], Callable[[], None]], Child]
+
+
+def supervise(launch: Launch) -> None:
+    """Reads an order from stdin, carries it out, writes the facts to stdout as JSON."""
+    os.umask(0o077)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    order = json.loads(sys.stdin.buffer.readline())
+    limits = Limits(**order["limits"])
+    started = time.monotonic()
+    with open(order["log"], "wb") as log:
+        try:
+            child, output = _start(order, limits, launch)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            facts: dict[str, Any] = {"ended_by": EndedBy.NOT_STARTED, "error": str(error)}
+        else:
+            facts = _watch(child, output, log, limits, started + limits.timeout_s)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    facts["seconds"] = time.monotonic() - started
+    facts["cpu_seconds"] = usage.ru_utime + usage.ru_stime
+    facts["peak_rss_bytes"] = max(facts.get("peak_rss_bytes", 0), usage.ru_maxrss * 1024)
+    if facts["ended_by"] is not EndedBy.LOST:  # then nobody is left to read it
+        sys.stdout.write(json.dumps(facts))
+        sys.stdout.flush()
+
+
+def execute(
+    order: dict[str, Any], streams: tuple[int, int, int], confine: Callable[[], None]
+) -> subprocess.Popen[bytes]:
+    """The ordinary way to start a program."""
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        order["argv"],
+        env=order["env"],
+        cwd=order["cwd"],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        preexec_fn=confine,
+    )
+
+
+def process_name(attempt_id: str) -> str:
+    """What a program that was forked, not executed, is called in /proc/PID/comm (15 characters)."""
+    return "lr-" + hashlib.sha256(attempt_id.encode()).hexdigest()[:12]
+
+
+def _start(order: dict[str, Any], limits: Limits, launch: Launch) -> tuple[Child, int]:
+    """The program, and the file descriptor on which to read what it writes."""
+    supervisor = os.getpid()
+
+    def confine() -> None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != supervisor:  # it died before the line above took effect
+            os._exit(1)
+        os.umask(0o022)
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)  # a set-uid program would be one we cannot kill
+        name = ctypes.create_string_buffer(process_name(order["attempt"]).encode())
+        _prctl(_PR_SET_NAME, ctypes.addressof(name))
+        for what, most in (
+            (resource.RLIMIT_FSIZE, limits.file_mib << 20),
+            (resource.RLIMIT_NOFILE, _OPEN_FILES),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            hard = resource.getrlimit(what)[1]
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(what, (most, most))
+        with contextlib.suppress(OSError):  # /proc may be read-only in a container
+            Path("/proc/self/oom_score_adj").write_text(
+                "1000"
+            )  # the kernel takes it before Ray's worker
+
+    output, theirs = os.pipe()
+    with contextlib.ExitStack() as files:
+        files.callback(os.close, theirs)
+        stdin = files.enter_context(tempfile.TemporaryFile())
+        stdin.write(order["stdin"].encode())
+        stdin.seek(0)
+        stdout = theirs
+        if order["stdout"]:
+            stdout = files.enter_context(open(order["stdout"], "wb")).fileno()
+        return launch(order, (stdin.fileno(), stdout, theirs), confine), output
+
+
+def _watch(child: Child, output: int, log: Any, limits: Limits, deadline: float) -> dict[str, Any]:
+    """Waits until the program ends or passes a limit, then ends everything."""
+    os.set_blocking(output, False)
+    room = limits.output_mib << 20
+    poll = select.poll()
+    poll.register(os.pidfd_open(child.pid), select.POLLIN)
+    poll.register(output, select.POLLIN)
+    poll.register(sys.stdin.fileno(), select.POLLIN)
+    peak, next_look, ended_by, status = 0, 0.0, None, None
+    while ended_by is None:
+        now = time.monotonic()
+        if now >= next_look:
+            tree = _descendants()
+            looked = time.monotonic()
+            next_look = looked + max(_POLL_S, _POLL_SHARE * (looked - now))
+            peak = max(peak, sum(tree.values()))
+            if peak > limits.memory_mib << 20:
+                ended_by = EndedBy.MEMORY
+            elif len(tree) > limits.max_processes:
+                ended_by = EndedBy.PROCESSES
+        wait_s = 0.0 if ended_by else max(0.0, min(next_look, deadline) - time.monotonic())
+        ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
+        if output in ready:
+            room, eof = _copy(output, log, room)
+            if room < 0:
+                ended_by = ended_by or EndedBy.OUTPUT
+            if eof:
+                poll.unregister(output)
+        if (ended := _reap(child.pid)) is not None:
+            status = os.waitstatus_to_exitcode(ended)
+            ended_by = EndedBy.EXIT if status >= 0 else EndedBy.SIGNAL
+        elif sys.stdin.fileno() in ready:
+            ended_by = EndedBy.LOST  # the caller went away; nobody will read this
+        elif time.monotonic() >= deadline:
+            ended_by = ended_by or EndedBy.TIME
+    _kill_all()
+    room, _ = _copy(output, log, room)
+    if room < 0 and ended_by is EndedBy.EXIT:
+        ended_by, status = EndedBy.OUTPUT, None
+    return {"ended_by": ended_by, "status": status and abs(status), "peak_rss_bytes": peak}
+
+
+def _copy(output: int, log: Any, room: int) -> tuple[int, bool]:
+    """Moves what the pipe holds into the log, `room` bytes at most; returns the room left
+    (negative: there was more) and whether every writer is gone."""
+    while room >= 0:
+        try:
+            data = os.read(output, 1 << 16)
+        except BlockingIOError:
+            break
+        if not data:
+            return room, True
+        log.write(data[:room])
+        room -= len(data)
+    log.flush()
+    return room, False
+
+
+def _reap(main: int) -> int | None:
+    """Collects whoever ended; returns the wait status of `main` if it was among them."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == main:
+                status = ended[1]
+    return status
+
+
+def _kill_all() -> None:
+    """Kills every descendant, until there is none (one that was just forked is found the next
+    time)."""
+    while True:
+        for pid in _descendants():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def _descendants() -> dict[int, int]:
+    """Resident bytes of each descendant of this process. Zombies count: one whose main thread has
+    ended looks like a zombie while its other threads run."""
+    page = resource.getpagesize()
+    children: dict[int, list[tuple[int, int]]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            with open(f"/proc/{name}/stat", "rb") as file:
+                stat = file.read()
+            # The second field, the program's name in brackets, may hold anything; count from its
+            # end.
+            _, parent, *rest = stat[stat.rindex(b")") + 2 :].split()
+            children.setdefault(int(parent), []).append((int(name), int(rest[19]) * page))
+    found: dict[int, int] = {}
+    queue = [os.getpid()]
+    while queue:
+        for pid, rss in children.get(queue.pop(), ()):
+            found[pid] = rss
+            queue.append(pid)
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+if __name__ == "__main__":
+    supervise(execute)
