@@ -34,12 +34,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 # The imports are inside, so that one command does not pay for the libraries of another.
 def _install(options: argparse.Namespace) -> int:
-    from lightning_ray.rollouts import harness
+    from lightning_ray.rollouts import harness, installation
 
     try:
         for recipe in options.recipe:
-            print(f"{recipe}: {harness.install(harness.load(recipe))}")
-    except (harness.RecipeError, harness.InstallError) as error:
+            print(f"{recipe}: {installation.install(harness.load(recipe))}")
+    except (harness.RecipeError, installation.InstallError) as error:
         raise ConfigError(str(error)) from error
     return 0
 

@@ -157,9 +157,52 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """`arguments` is JSON as the model wrote it."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model said in one call, parsed."""
+
+    content: str | None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: FinishReason = FinishReason.STOP
+
+
+class Branch(StrEnum):
+    """How a call follows from the calls before it. All but the first two begin a branch of the
+    forest that the harness or the chat template forced; each is counted."""
+
+    ROOT = "root"  # no sampled turn is in its history: a first call, a sub-agent, a side call
+    CONTINUED = "continued"  # the last assistant message is a sampled turn, and its tokens are used
+    EDITED = "edited"  # an earlier message was changed
+    DROPPED = "dropped"  # an earlier message is missing
+    COMPACTED = "compacted"  # the history was replaced by a summary
+    REORDERED = "reordered"  # the earlier messages come in another order
+    REASONING_DROPPED = "reasoning_dropped"  # the harness left the reasoning of a turn out
+    TEMPLATE = "template"  # the chat template renders earlier turns differently than before
+    UNKNOWN = "unknown"
+
+
+class SideCall(StrEnum):
+    """A call that is no work on the task: recorded, by default not trained."""
+
+    TITLE = "title"  # a name for the conversation
+    COMPACTION = "compaction"  # a summary that replaces the history
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
 class Call:
     """One model call: `prompt` (int32) in, `tokens` (int32) with `logprobs` (float32, natural log,
-    of the behaviour policy: temperature included) out. `text` is what was decoded from `tokens`."""
+    of the behaviour policy: temperature included) out. `turn` is what they mean, `text` what was
+    decoded from them; `history` the digests of tools and messages (`gateway.continuity`)."""
 
     call_id: str
     attempt_id: str
@@ -170,9 +213,15 @@ class Call:
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     text: str = ""
+    turn: Turn = Turn(None)
+    history: bytes = b""
+    branch: Branch = Branch.ROOT
+    side: SideCall | None = None
+    request: str = ""  # fingerprint of the request's body: a retry has the same
     dialect: str = "openai_chat"
     model: str = ""  # the model name that the harness asked for: recorded, otherwise ignored
     constrained: bool = False
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     started_at: float = 0.0  # seconds since the epoch
     seconds: float = 0.0
 
@@ -209,9 +258,16 @@ CALL_SCHEMA = pa.schema(
         pa.field("span_lengths", pa.list_(pa.int32()), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("text", pa.string(), nullable=False),
+        pa.field("turn", pa.string(), nullable=False),  # JSON
+        pa.field("history_shared", pa.int32(), nullable=False),
+        pa.field("history_tail", pa.binary(), nullable=False),
+        pa.field("branch", pa.string(), nullable=False),
+        pa.field("side", pa.string()),
+        pa.field("request", pa.string(), nullable=False),
         pa.field("dialect", pa.string(), nullable=False),
         pa.field("model", pa.string(), nullable=False),
         pa.field("constrained", pa.bool_(), nullable=False),
+        pa.field("cached_tokens", pa.int32(), nullable=False),
         pa.field("started_at", pa.float64(), nullable=False),
         pa.field("seconds", pa.float32(), nullable=False),
     ]

@@ -75,6 +75,11 @@ class ModelSection(Section):
     reasoning_parser: str | None = Field(
         None, description="vLLM reasoning parser (qwen3, deepseek_r1, ...)."
     )
+    keep_reasoning: bool = Field(
+        False,
+        description="Keep the reasoning of earlier turns in the prompt, also where the harness or "
+        "the chat template leaves it out (which makes every turn a new branch).",
+    )
     trust_remote_code: bool = Field(False, description="Allow model code from the model folder.")
 
 
@@ -107,6 +112,10 @@ class SamplingSection(Section):
         1.0, gt=0, description="Sampling temperature; the trainer divides logits by it too."
     )
     max_tokens: int = Field(2048, ge=1, description="Most tokens sampled in one call.")
+    honour_max_tokens: bool = Field(
+        True, description="Let a harness ask for fewer tokens than max_tokens."
+    )
+    honour_stop: bool = Field(True, description="Let a harness give stop strings.")
     validation_temperature: float | None = Field(
         None, gt=0, description="Temperature in validation. Default: as in training."
     )
@@ -125,6 +134,12 @@ class GatewaySection(Section):
     )
     haproxy: bool = Field(
         True, description="Use Ray Serve's HAProxy ingress where Ray can (Linux)."
+    )
+    hold_s: float = Field(
+        90,
+        gt=0,
+        description="Seconds that a model call is held while the gate is closed (an update), "
+        "before the answer is 503 with Retry-After: 20. Every known harness bears 90.",
     )
     max_body_mib: int = Field(
         32, ge=1, description="Largest request body, in MiB; above it the answer is 413."

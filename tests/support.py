@@ -4,14 +4,25 @@ told."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
+import openai
+import ray
 
+from lightning_ray.config import load
 from lightning_ray.engine.actor import Generation
-from lightning_ray.records import FinishReason, PolicyVersion, Span
+from lightning_ray.gateway import deploy
+from lightning_ray.records import FinishReason, PolicyVersion, RolloutSpec, Span, Split, Task
+from lightning_ray.run import cluster
+from lightning_ray.store import actor as store_actor
 
 CHATML = """\
 {%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}
@@ -56,13 +67,26 @@ class ScriptedEngine:
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
         self._script, self._seconds = script, seconds
         self._prompts: list[list[int]] = []
+        self._constraints: list[Any] = []
+        self._cancelled = 0
 
     async def generate(
-        self, prompt: np.ndarray, *, temperature: float, max_tokens: int, stop: tuple[str, ...] = ()
+        self,
+        prompt: np.ndarray,
+        *,
+        temperature: float,
+        max_tokens: int,
+        stop: tuple[str, ...] = (),
+        constraint: Any = None,
     ) -> Generation:
         text = self._script[min(len(self._prompts), len(self._script) - 1)]
         self._prompts.append(prompt.tolist())
-        await asyncio.sleep(self._seconds)
+        self._constraints.append(constraint)
+        try:
+            await asyncio.sleep(self._seconds)
+        except asyncio.CancelledError:
+            self._cancelled += 1
+            raise
         tokens = [*self._tokenizer.encode(text), self._tokenizer.eos_token_id]
         reason = FinishReason.STOP if len(tokens) <= max_tokens else FinishReason.LENGTH
         tokens = tokens[:max_tokens]
@@ -74,8 +98,89 @@ class ScriptedEngine:
             0,
         )
 
+    async def script(self, texts: list[str], seconds: float = 0.0) -> None:
+        """From here on these texts are said, each after so many seconds."""
+        self._script, self._seconds = texts, seconds
+        self._prompts, self._constraints, self._cancelled = [], [], 0
+
     async def prompts(self) -> list[list[int]]:
         return self._prompts
 
+    async def constraints(self) -> list[Any]:
+        return self._constraints
+
+    async def cancelled(self) -> int:
+        return self._cancelled
+
     async def die(self) -> None:
         os._exit(1)
+
+
+MAX_MODEL_LEN = 600
+HELLO = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "bash",
+            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+        },
+    }
+]
+
+
+class Running:
+    """A gateway, its store, and an engine for each of `scripts`; `attempt()` makes a live
+    attempt."""
+
+    def __init__(self, folder: Path, scripts: list[list[str]], *settings: str) -> None:
+        self.scripts = scripts
+        self.tokenizer = make_tokenizer(folder / "model")
+        self.config = load(
+            None,
+            [
+                f"model.max_model_len={MAX_MODEL_LEN}",
+                "model.tool_parser=hermes",
+                "sampling.max_tokens=100",
+                f"gateway.port={deploy.free_port()}",
+                "gateway.max_body_mib=1",
+                f"run.dir={folder}",
+                *settings,
+            ],
+        )
+        self.folder = folder
+        self._numbers = itertools.count()
+
+    def start(self):
+        # Ray's workers do not have this folder on their path.
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        cluster.connect(self.config)
+        self.store = store_actor.start(self.folder / "store")
+        engine = ray.remote(ScriptedEngine).options(
+            num_cpus=0, max_restarts=0, max_concurrency=1000
+        )
+        model = str(self.folder / "model")
+        self.engines = [engine.remote(model, script) for script in self.scripts]
+        self.url = deploy.start(self.config, self.folder / "model", self.engines, self.store)
+
+    def attempt(self, key="secret", rollout=None):
+        rollout = rollout or f"r{next(self._numbers)}"
+        spec = RolloutSpec(rollout, "g", Task("t", "s"), Split.TRAIN, 1)
+        ray.get(self.store.create_rollouts.remote([spec]))
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        ray.get(self.store.start_attempt.remote(f"{rollout}-a0", rollout, 0, digest, time.time()))
+        return f"{rollout}-a0"
+
+    def post(self, attempt, body, key="secret"):
+        return httpx.post(
+            f"{self.url}/rollout/{attempt}/v1/chat/completions",
+            headers={"authorization": f"Bearer {key}"},
+            timeout=30,
+            **({"json": body} if isinstance(body, dict | list) else {"content": body}),
+        )
+
+    def client(self, attempt, key="secret"):
+        return openai.OpenAI(
+            base_url=f"{self.url}/rollout/{attempt}/v1", api_key=key, max_retries=0
+        )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,92 +9,19 @@ import httpx
 import openai
 import pytest
 import ray
-import support
-from support import ScriptedEngine, make_tokenizer
+from support import CALL, HELLO, MAX_MODEL_LEN, TOOLS, Running
 
-from lightning_ray.config import load
 from lightning_ray.gateway import deploy
-from lightning_ray.records import Outcome, Reward, RolloutSpec, Split, Task
-from lightning_ray.run import cluster
-from lightning_ray.store import actor as store_actor
-
-MAX_MODEL_LEN = 600
-CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "bash",
-            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
-        },
-    }
-]
-
-
-class Running:
-    """A gateway, its store, and its two engines; `attempt()` makes a live attempt."""
-
-    def __init__(self, folder):
-        self.tokenizer = make_tokenizer(folder / "model")
-        self.config = load(
-            None,
-            [
-                f"model.max_model_len={MAX_MODEL_LEN}",
-                "model.tool_parser=hermes",
-                "sampling.max_tokens=100",
-                f"gateway.port={deploy.free_port()}",
-                "gateway.max_body_mib=1",
-                f"run.dir={folder}",
-            ],
-        )
-        self.folder = folder
-        self._numbers = itertools.count()
-
-    def start(self):
-        # Ray's workers do not have this folder on their path.
-        ray.cloudpickle.register_pickle_by_value(support)
-        cluster.connect(self.config)
-        self.store = store_actor.start(self.folder / "store")
-        engine = ray.remote(ScriptedEngine).options(num_cpus=0, max_restarts=0)
-        model = str(self.folder / "model")
-        self.engines = [
-            engine.remote(model, ["hello", CALL, "plain"]),
-            engine.remote(model, ["spare"]),
-        ]
-        self.url = deploy.start(self.config, self.folder / "model", self.engines, self.store)
-
-    def attempt(self, key="secret", rollout=None):
-        rollout = rollout or f"r{next(self._numbers)}"
-        spec = RolloutSpec(rollout, "g", Task("t", "s"), Split.TRAIN, 1)
-        ray.get(self.store.create_rollouts.remote([spec]))
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        ray.get(self.store.start_attempt.remote(f"{rollout}-a0", rollout, 0, digest, time.time()))
-        return f"{rollout}-a0"
-
-    def post(self, attempt, body, key="secret"):
-        return httpx.post(
-            f"{self.url}/rollout/{attempt}/v1/chat/completions",
-            headers={"authorization": f"Bearer {key}"},
-            timeout=30,
-            **({"json": body} if isinstance(body, dict | list) else {"content": body}),
-        )
-
-    def client(self, attempt, key="secret"):
-        return openai.OpenAI(
-            base_url=f"{self.url}/rollout/{attempt}/v1", api_key=key, max_retries=0
-        )
+from lightning_ray.records import Outcome, Reward
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory):
-    running = Running(tmp_path_factory.mktemp("gateway"))
+    running = Running(tmp_path_factory.mktemp("gateway"), [["hello", CALL, "plain"], ["spare"]])
     running.start()
     yield running
     deploy.stop()
     ray.shutdown()
-
-
-HELLO = [{"role": "user", "content": "hi"}]
 
 
 def test_the_openai_client_gets_an_answer_and_the_call_is_on_disk(gateway):
@@ -198,10 +123,9 @@ BAD_BODIES = {
     "too many choices": b'{"messages": [{"role": "user", "content": "x"}], "n": 100000}',
     "no choices": b'{"messages": [{"role": "user", "content": "x"}], "n": 0}',
     "no tokens": b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
-    "streaming": b'{"messages": [{"role": "user", "content": "x"}], "stream": true}',
     "a forced tool": b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}',
-    "a schema": b'{"messages": [{"role": "user", "content": "x"}], '
-    b'"response_format": {"type": "json_object"}}',
+    "a schema that is none": b'{"messages": [{"role": "user", "content": "x"}], '
+    b'"response_format": {"type": "json_schema"}}',
 }
 
 

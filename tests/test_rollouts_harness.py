@@ -14,8 +14,9 @@ from typing import ClassVar
 
 import pytest
 
-from lightning_ray.rollouts import harness, process
-from lightning_ray.rollouts.harness import InstallError, RecipeError, Values
+from lightning_ray.rollouts import harness, installation, process
+from lightning_ray.rollouts.harness import RecipeError, Values
+from lightning_ray.rollouts.installation import InstallError, install, site_packages
 
 VALUES = Values(
     base_url="http://gateway/rollout/r-a0/v1",
@@ -50,7 +51,7 @@ def test_an_own_harness_needs_only_name_command_and_env(tmp_path: Path) -> None:
     assert argv == ["agent", "fix {the} bug in {api_key}", "--window", "4096"]
     assert env == {"KEY": "the-key", "URL": VALUES.base_url, "MORE": "{task} ${HOME}"}
     assert stdin == ""
-    assert harness.install(recipe) is None
+    assert install(recipe) is None
 
 
 def test_a_harness_that_names_no_task_reads_it_on_stdin(tmp_path: Path) -> None:
@@ -127,15 +128,15 @@ def test_an_interrupted_installation_starts_over(
         if len(built) == 1:
             raise InstallError("no network")
 
-    monkeypatch.setattr(harness, "_build", build)
+    monkeypatch.setattr(installation, "_build", build)
     path = recipe_file(tmp_path, "name: toy\npackages: [toy]\ncommand: ['{venv}/bin/toy']")
     recipe = harness.load(path)
     with pytest.raises(InstallError):
-        harness.install(recipe)
-    first, second = harness.install(recipe), harness.install(recipe)
+        install(recipe)
+    first, second = install(recipe), install(recipe)
     assert first == second
     assert built == ["toy", "toy"]
-    other = harness.install(recipe.model_copy(update={"packages": ["toy==2"]}))
+    other = install(recipe.model_copy(update={"packages": ["toy==2"]}))
     assert other != first
 
 
@@ -148,7 +149,7 @@ def test_an_installation_that_fails_says_why_in_one_line(
         tmp_path, f"name: mine\npackages: ['{tmp_path}/no-such.whl']\ncommand: ['{{venv}}/x']"
     )
     with pytest.raises(InstallError, match=r"cannot install harness mine .*no-such\.whl") as error:
-        harness.install(harness.load(path))
+        install(harness.load(path))
     assert "\n" not in str(error.value)
 
 
@@ -197,7 +198,7 @@ class OneTurn(BaseHTTPRequestHandler):
 @pytest.mark.slow
 def test_mini_swe_agent_runs_unchanged_from_its_recipe(tmp_path: Path) -> None:
     recipe = harness.load("mini-swe-agent")
-    venv = harness.install(recipe)
+    venv = install(recipe)
     assert venv is not None
     server = ThreadingHTTPServer(("127.0.0.1", 0), OneTurn)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -217,7 +218,7 @@ def test_mini_swe_agent_runs_unchanged_from_its_recipe(tmp_path: Path) -> None:
         home=str(home),
         context_tokens="4096",
         venv=str(venv),
-        site_packages=str(harness.site_packages(venv)),
+        site_packages=str(site_packages(venv)),
         recipe_dir=recipe.recipe_dir,
         api_key="the-key",
     )
@@ -246,10 +247,10 @@ def test_an_installed_harness_has_its_own_interpreter(
 ) -> None:
     monkeypatch.setenv("LIGHTNING_RAY_CACHE", str(tmp_path))
     recipe = harness.Recipe(name="empty", packages=["pip"], command=["{venv}/bin/python"])
-    venv = harness.install(recipe)
+    venv = install(recipe)
     assert venv is not None
     prefix = subprocess.check_output(
         [venv / "bin" / "python", "-c", "import sys; print(sys.prefix)"], text=True
     )
     assert Path(prefix.strip()) == venv != Path(sys.prefix)
-    assert harness.site_packages(venv).is_dir()
+    assert site_packages(venv).is_dir()

@@ -73,8 +73,9 @@ def test_calls_come_back_as_they_were_recorded(store: RolloutStore):
         make_call("c1", [1, 2, 3, 4, 5], [6]),
         make_call("c2", [9], []),
     ]
-    assert store.append(calls[:2]) == [None, None]
-    assert store.append(calls[2:]) == [None]
+    assert store.append(calls[:2]) == [0, 1]
+    assert store.append(calls[2:]) == [2]
+    store.end_attempt("r-a0", Outcome.COMPLETED, "", 2.0)  # from here on it is read from disk
     assert all(same(a, b) for a, b in zip(store.calls("r-a0"), calls, strict=True))
     assert [call.seq for call in store.calls("r-a0")] == [0, 1, 2]
 
@@ -95,14 +96,15 @@ def test_any_history_survives_the_difference_encoding(tmp_path_factory, history)
     calls = [make_call(f"c{i}", prompt, tokens) for i, (prompt, tokens) in enumerate(history)]
     for call in calls:
         store.append([call])
+    store.end_attempt("r-a0", Outcome.COMPLETED, "", 2.0)
     assert all(same(a, b) for a, b in zip(store.calls("r-a0"), calls, strict=True))
     store.close()
 
 
 def test_a_call_recorded_twice_is_stored_once(store: RolloutStore):
     call = make_call("c0", [1], [2])
-    assert store.append([call, call]) == [None, None]
-    assert store.append([call]) == [None]
+    assert store.append([call, call]) == [0, 0]
+    assert store.append([call]) == [0]
     assert len(store.calls("r-a0")) == 1
 
 

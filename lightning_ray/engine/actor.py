@@ -139,9 +139,11 @@ class EngineActor:
         temperature: float,
         max_tokens: int,
         stop: tuple[str, ...] = (),
+        constraint: Any = None,
         seed: int | None = None,
     ) -> Generation:
-        """Samples up to `max_tokens` tokens after `prompt` (int32 token ids).
+        """Samples up to `max_tokens` tokens after `prompt` (int32 token ids); `constraint` is
+        vLLM's StructuredOutputsParams.
 
         Raises:
             EngineDead: vLLM's core process is gone.
@@ -156,6 +158,7 @@ class EngineActor:
             temperature=temperature,
             max_tokens=max_tokens,
             stop=list(stop) or None,
+            structured_outputs=constraint,
             seed=seed,
             logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -245,6 +248,10 @@ class EngineActor:
         if self._on_gpu:
             arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
             arguments["enable_sleep_mode"] = True
+        else:
+            # The smallest that vLLM's CPU attention likes. Its default, 128, is longer than the
+            # prompts of small models, of which the prefix cache would then hold nothing.
+            arguments["block_size"] = 32
         if config.engine.tensor_parallel == 1:
             arguments["distributed_executor_backend"] = "uni"
         try:

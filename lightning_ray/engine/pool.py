@@ -76,8 +76,12 @@ class EnginePool:
         """
         failed: list[int] = []
         while (engine := self._router.choose(rollout_id, time.monotonic(), failed)) is not None:
+            running = self.engines[engine].generate.remote(prompt, **sampling)
             try:
-                return await self.engines[engine].generate.remote(prompt, **sampling)
+                return await running
+            except asyncio.CancelledError:
+                ray.cancel(running)
+                raise
             except (ray.exceptions.RayActorError, EngineDead) as error:
                 log.warning("engine %d failed a call of %s: %s", engine, rollout_id, error)
                 self._router.lost(engine, time.monotonic())

@@ -1,8 +1,8 @@
 """The Ray Serve deployment: HTTP routes around `service.Service`.
 
-Invariants: every answer that is not a 200 has OpenAI's error shape; a body above the limit is
-refused before it is read whole; a request that we fail to serve by a bug is a 500 with an id that
-is in the log.
+Invariants: every answer that is not a 200 has the error shape of its protocol; a body above the
+limit is refused before it is read whole; a request that we fail to serve by a bug is a 500 with an
+id that is in the log.
 """
 
 from __future__ import annotations
@@ -12,17 +12,26 @@ import uuid
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import ORJSONResponse
+from fastapi.responses import ORJSONResponse, StreamingResponse
 from ray import serve
 from starlette.exceptions import HTTPException
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.pool import EnginePool
+from lightning_ray.gateway.dialects import (
+    Dialect,
+    anthropic_messages,
+    openai_chat,
+    openai_responses,
+)
 from lightning_ray.gateway.errors import ApiError
+from lightning_ray.gateway.operator import Operator
 from lightning_ray.gateway.render import Renderer
 from lightning_ray.gateway.service import Service
 
 log = logging.getLogger("ray.serve")  # the only logger that Serve writes to the replica's file
+# Proxies in between must pass events on as they come.
+_NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 app = FastAPI(title="lightning_ray gateway", docs_url=None, redoc_url=None)
 
 
@@ -48,6 +57,10 @@ async def _bug(request: Request, error: Exception) -> Response:
     )
 
 
+def _refusal(dialect: Dialect, error: ApiError) -> Response:
+    return ORJSONResponse(dialect.error(error), error.status, headers=error.headers)
+
+
 # What this class uses must stand above it: Serve pickles the class here.
 @serve.ingress(app)
 class GatewayDeployment:
@@ -55,14 +68,39 @@ class GatewayDeployment:
 
     def __init__(self, config: RunConfig, model_dir: str, engines: list[Any], store: Any) -> None:
         self._most_bytes = config.gateway.max_body_mib << 20
+        self._operator = Operator(store)
         self._service = Service(
             config, Renderer(model_dir, config.model), EnginePool(engines), store
         )
 
     @app.post("/rollout/{attempt_id}/v1/chat/completions")
     async def chat(self, attempt_id: str, request: Request) -> Response:
-        body = await self._body(request)
-        return ORJSONResponse(await self._service.chat(attempt_id, request.headers, body))
+        return await self._call(openai_chat, attempt_id, request)
+
+    @app.post("/rollout/{attempt_id}/v1/responses")
+    async def responses(self, attempt_id: str, request: Request) -> Response:
+        return await self._call(openai_responses, attempt_id, request)
+
+    @app.post("/rollout/{attempt_id}/v1/messages")
+    async def messages(self, attempt_id: str, request: Request) -> Response:
+        return await self._call(anthropic_messages, attempt_id, request)
+
+    @app.post("/rollout/{attempt_id}/v1/messages/count_tokens")
+    async def count_tokens(self, attempt_id: str, request: Request) -> Response:
+        try:
+            body = await self._body(request)
+            count = await self._service.count(
+                anthropic_messages.count_request, attempt_id, request.headers, body
+            )
+        except ApiError as error:
+            return _refusal(anthropic_messages, error)
+        return ORJSONResponse({"input_tokens": count})
+
+    @app.head("/rollout/{attempt_id}")
+    @app.head("/rollout/{attempt_id}/")
+    async def probe(self, attempt_id: str) -> Response:
+        """Claude Code looks whether its base URL is there."""
+        return Response()
 
     @app.get("/rollout/{attempt_id}/v1/models")
     async def attempt_models(self, attempt_id: str, request: Request) -> Response:
@@ -75,11 +113,21 @@ class GatewayDeployment:
     @app.post("/rollout/{rollout_id}/reward")
     async def reward(self, rollout_id: str, request: Request) -> Response:
         body = await self._body(request)
-        return ORJSONResponse(await self._service.reward(rollout_id, request.headers, body))
+        return ORJSONResponse(await self._operator.reward(rollout_id, request.headers, body))
 
     @app.get("/healthz")
     async def health(self) -> Response:
         return ORJSONResponse({"status": "ok"})
+
+    async def _call(self, dialect: Dialect, attempt_id: str, request: Request) -> Response:
+        try:
+            body = await self._body(request)
+            answer = await self._service.answer(dialect, attempt_id, request.headers, body)
+        except ApiError as error:
+            return _refusal(dialect, error)
+        if isinstance(answer, bytes):
+            return Response(answer, media_type="application/json")
+        return StreamingResponse(answer, media_type="text/event-stream", headers=_NO_BUFFER)
 
     async def _body(self, request: Request) -> bytes:
         declared = request.headers.get("content-length", "0")

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from ray import serve
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from lightning_ray.config import GatewaySection, RunConfig
 
@@ -26,6 +28,8 @@ APPLICATION = "lightning_ray"
 MOST_REQUESTS = 10_000
 # The longest model call: HAProxy must not give up before the harness does.
 PROXY_TIMEOUT_SECONDS = 3600
+# Longest wait for Serve to end.
+STOP_SECONDS = 30.0
 
 
 class GatewayStartError(RuntimeError):
@@ -147,4 +151,17 @@ def start(config: RunConfig, model_dir: Path, engines: list[Any], store: Any) ->
 
 def stop() -> None:
     """Removes the gateway; Serve itself goes with it."""
-    serve.shutdown()
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return  # it had not started
+    # `serve.shutdown` waits in a call that the controller's end then breaks, which Ray reports on
+    # the user's terminal. So ask without waiting, and wait here.
+    ray.get(controller.graceful_shutdown.remote(wait=False))
+    deadline = time.monotonic() + STOP_SECONDS
+    while any(actor["name"] == SERVE_CONTROLLER_NAME for actor in ray.util.list_named_actors(True)):
+        if time.monotonic() > deadline:
+            log.warning("Ray Serve did not end within %g s; it is left behind", STOP_SECONDS)
+            break
+        time.sleep(0.1)
+    serve.shutdown()  # forgets the client of the controller that is gone

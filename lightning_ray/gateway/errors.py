@@ -7,6 +7,8 @@ one kills Claude Code). A 500 is a bug of ours.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 RETRY_AFTER_SECONDS = 20
 
 
@@ -14,10 +16,17 @@ class ApiError(Exception):
     """An answer other than 200."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        details: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
+        self.details = details or {}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -47,4 +56,5 @@ def context_overflow(limit: int, prompt_tokens: int, max_tokens: int) -> ApiErro
         "number of requested output tokens.",
         code="context_length_exceeded",
         param="messages",
+        details={"prompt_tokens": prompt_tokens, "limit": limit},
     )

@@ -1,21 +1,30 @@
 """Text to tokens and back: chat template, tokenizer, tool-call and reasoning parsers.
 
-The parsers are vLLM's own classes. Invariants: what `render` returns is exactly what the engine
-sees; `parse` never loses text: what is no tool call or reasoning comes back as content.
+The parsers are vLLM's own classes. `render` tokenises a whole conversation as `vllm serve` does;
+`extend` keeps the tokens of a sampled turn and tokenises only what came after it.
+
+Invariants: what `render` and `extend` return is exactly what the engine sees; `extend` returns the
+earlier prompt and sample unchanged at its beginning, or nothing; `parse` never loses text: what is
+no tool call or reasoning comes back as content.
 """
 
 from __future__ import annotations
 
+import functools
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lightning_ray.config import ModelSection
-from lightning_ray.gateway.dialects import ChatRequest, ToolCall, Turn
+from lightning_ray.gateway.dialects import ChatRequest
 from lightning_ray.gateway.errors import ApiError
-from lightning_ray.records import FinishReason
+from lightning_ray.records import Call, FinishReason, ToolCall, Turn
+
+# Stands for the words of an assistant in a template, to see what the template puts after them.
+_WORDS = "lightning ray words"
 
 
 class Renderer:
@@ -42,6 +51,7 @@ class Renderer:
         eos: Any = self.tokenizer.eos_token_id
         if (Path(model_dir) / "generation_config.json").exists():
             eos = GenerationConfig.from_pretrained(model_dir).eos_token_id or eos
+        self._keep_reasoning = model.keep_reasoning
         self.end_tokens = frozenset(eos if isinstance(eos, list) else [eos])
 
     def render(self, request: ChatRequest) -> np.ndarray:
@@ -50,23 +60,66 @@ class Renderer:
         Raises:
             ApiError: 400, the chat template refuses these messages.
         """
-        from jinja2 import TemplateError
+        return self._tokens(self._text(request, request.messages, to_be_continued=True))
 
+    def extend(self, request: ChatRequest, index: int, call: Call) -> np.ndarray | None:
+        """The prompt of `request`, whose message `index` is the turn of `call`, with the call's
+        prompt and sample kept as they are. A turn that did not end by itself gets the template's
+        closing tokens. None if the chat template renders that turn, or what is before it,
+        differently once more messages follow.
+
+        Raises:
+            ApiError: 400, the chat template refuses these messages.
+        """
+        messages = request.messages
+        if self._keep_reasoning:
+            # What is not in the messages, the template cannot take out again.
+            messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
+        whole = self._text(request, messages, to_be_continued=True)
+        head = self._text(request, messages[: index + 1], to_be_continued=False)
+        closing = self._closing
+        if not (closing and whole.startswith(head) and head.endswith(closing)):
+            return None
+        reasoning = (call.turn.reasoning or "").strip()
+        if reasoning not in head and not self._keep_reasoning:
+            return None
+        tokens = self._tokens(closing + whole[len(head) :])
+        # A sample that ended by itself has the first token of the closing already.
+        if len(call.tokens) and call.tokens[-1] in self.end_tokens & {int(tokens[0])}:
+            tokens = tokens[1:]
+        return np.concatenate([call.full, tokens])
+
+    def constraint(self, request: ChatRequest) -> Any:
+        """vLLM's StructuredOutputsParams for a request whose answer must follow a grammar, else
+        None.
+
+        Raises:
+            ApiError: 400, there is no such tool, or no parser for tool calls.
+        """
+        if not request.constrained:
+            return None
+        parsed = request.parsed.model_copy()
         try:
-            tokens = self.tokenizer.apply_chat_template(
-                request.messages,
-                tools=request.tools,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
+            if self._parser_class:
+                parsed = self._parser_class(self.tokenizer, parsed.tools).adjust_request(parsed)
+            found = parsed.extract_structured_outputs()
+        except ValueError as error:
+            raise ApiError(400, str(error), param="tool_choice") from error
+        if found is None:
             raise ApiError(
-                400, f"The chat template refuses these messages: {error}", param="messages"
-            ) from error
-        return np.array(tokens, np.int32)
+                400,
+                "`tool_choice` can only be `auto` or `none`: the run has no model.tool_parser.",
+                param="tool_choice",
+            )
+        return found
 
-    def parse(self, request: ChatRequest, tokens: np.ndarray, reason: FinishReason) -> Turn:
+    def parse(
+        self,
+        request: ChatRequest,
+        tokens: np.ndarray,
+        reason: FinishReason,
+        tool_call_prefix: str = "call_",
+    ) -> Turn:
         """What the model said."""
         ids = tokens.tolist()
         if ids and ids[-1] in self.end_tokens:
@@ -86,8 +139,55 @@ class Renderer:
             reasoning=reasoning,
             tool_calls=tuple(
                 # Our own id: unique over all attempts, so the turn can be found again by it.
-                ToolCall(f"call_{uuid.uuid4().hex}", call.name, call.arguments)
+                ToolCall(f"{tool_call_prefix}{uuid.uuid4().hex}", call.name, call.arguments)
                 for call in calls or ()
             ),
             finish_reason=reason,
         )
+
+    @functools.cached_property
+    def _closing(self) -> str:
+        """What the template puts after an assistant's words, "" if it cannot be told."""
+        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _WORDS}]
+        request = ChatRequest(messages, None, "", 1, None, ())
+        try:
+            text = self._text(request, messages, to_be_continued=False)
+        except ApiError:
+            return ""
+        return text.rpartition(_WORDS)[2] if _WORDS in text else ""
+
+    def _text(
+        self, request: ChatRequest, messages: Sequence[dict[str, Any]], *, to_be_continued: bool
+    ) -> str:
+        from jinja2 import TemplateError
+
+        def apply(messages: Sequence[dict[str, Any]]) -> str:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=request.tools,
+                    add_generation_prompt=to_be_continued,
+                    tokenize=False,
+                )
+            )
+
+        try:
+            try:
+                return apply(messages)
+            except TemplateError:
+                # Many templates take a system message at the beginning only; Claude Code sends
+                # them in between. As a user's words they keep their place, and the prefix.
+                if not any(message["role"] == "system" for message in messages[1:]):
+                    raise
+                return apply([*messages[:1], *map(_as_user, messages[1:])])
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ApiError(
+                400, f"The chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+    def _tokens(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def _as_user(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"role": "user"} if message["role"] == "system" else message

@@ -1,90 +1,105 @@
-"""The path of a model call: access, dialect, render, sample, record, answer.
+"""The path of a model call: access, gate, dialect, render, sample, record, answer.
 
-Invariants: a call is on disk before its answer leaves; a call of an attempt that has ended is
-refused, also when it ended while the call was sampled; the harness's model name is recorded and
-ignored.
+Invariants: a call is on disk before the last byte of its answer leaves; a call of an attempt that
+has ended is refused, also when it ended while the call was sampled; a retry gets the answer of the
+call that it repeats; a client that goes away stops nothing before its time; the harness's model
+name is recorded and ignored.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-import numpy as np
 import orjson
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.pool import EnginePool, NoEngine
 from lightning_ray.gateway import access
-from lightning_ray.gateway.dialects import Answer, ChatRequest, Turn, Usage, openai_chat
-from lightning_ray.gateway.errors import ApiError, context_overflow
+from lightning_ray.gateway.dialects import Answer, ChatRequest, Dialect, Head, Usage
+from lightning_ray.gateway.errors import ApiError
+from lightning_ray.gateway.inflight import Answers, InFlight
+from lightning_ray.gateway.planning import Memory, Plan, Planner
 from lightning_ray.gateway.render import Renderer
-from lightning_ray.records import Call, Reward, Split
-from lightning_ray.store.errors import AttemptOver, DuplicateReward, StoreError
-from lightning_ray.store.rollouts import AttemptInfo
+from lightning_ray.records import Call
+from lightning_ray.store.claims import Opening, Verdict
+from lightning_ray.store.errors import AttemptOver
+
+log = logging.getLogger("ray.serve")  # the only logger that Serve writes to the replica's file
+
+# Attempts whose calls a replica remembers; a forgotten one is read from the store again.
+REMEMBERED_ATTEMPTS = 1024
+# A generation that takes longer is streamed from here on: headers and keep-alive events go first.
+SILENCE_S = 5.0
+# Between two keep-alive events, in seconds. Clients give up after 120 s of silence and more.
+KEEPALIVE_S = 10.0
+# Between two looks at an answer that another replica is making.
+WAIT_S = 0.2
+# Fields of a body that may differ between a request and its retry.
+_VOLATILE = frozenset({"stream", "stream_options", "metadata", "client_metadata"})
 
 
 class Service:
-    """Serves model calls and rewards. `store` is the handle of the store actor."""
+    """Serves model calls. `store` is the handle of the store actor."""
 
     def __init__(self, config: RunConfig, renderer: Renderer, pool: EnginePool, store: Any) -> None:
         self._config, self._renderer, self._pool, self._store = config, renderer, pool, store
+        self._planner = Planner(config, renderer)
+        self._replica = uuid.uuid4().hex
+        self._answers = Answers()
+        self._memories: OrderedDict[str, Memory] = OrderedDict()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._alive: asyncio.Task[None] | None = None
 
-    async def chat(
-        self, attempt_id: str, headers: Mapping[str, str], body: bytes
-    ) -> dict[str, Any]:
-        """Answers one model call.
+    async def answer(
+        self, dialect: Dialect, attempt_id: str, headers: Mapping[str, str], body: bytes
+    ) -> bytes | AsyncIterator[bytes]:
+        """Answers one model call: a JSON body, or server-sent events.
 
         Raises:
             ApiError: see there.
         """
-        attempt = access.check_harness(
-            attempt_id, await self._store.attempt.remote(attempt_id), access.key_of(headers)
-        )
+        arrived = time.monotonic()
         try:
-            request = openai_chat.parse(decode(body))
-            prompt = self._renderer.render(request)
-            answer = await self._answer(attempt, request, prompt)
-        except NoEngine as error:
-            await self._store.record_fault.remote(attempt_id, 503)
-            raise ApiError(503, "No engine is available; try again.", code="no_engine") from error
+            memory = await self._memory(attempt_id, headers)
+            data = decode(body)
+            request = dialect.parse(data)
+            fingerprint = _fingerprint(dialect, data)
+            is_retry = headers.get("x-stainless-retry-count", "0") not in ("0", "")
+            opening = await self._open(memory, fingerprint, is_retry, arrived)
+            if opening.verdict is Verdict.REPLAY:
+                return await self._replayed(dialect, request, memory, opening)
+            making = (
+                self._answers.find(attempt_id, fingerprint)
+                if opening.verdict is Verdict.WAIT
+                else self._start(dialect, request, memory, headers, fingerprint, opening)
+            )
+            assert making is not None
+            return await self._deliver(dialect, request, making)
         except AttemptOver as error:
             raise ApiError(410, f"Attempt {attempt_id} has ended.", code="attempt_over") from error
-        return openai_chat.respond(request, answer)
 
-    async def reward(
-        self, rollout_id: str, headers: Mapping[str, str], body: bytes
-    ) -> dict[str, Any]:
-        """Takes the reward of a rollout from a grader outside.
-
-        Raises:
-            ApiError: 401, 404, 400 (not a reward), 409 (it has one already).
-        """
-        key = access.key_of(headers)
-        access.check_grader(await self._store.grader_key.remote(rollout_id), key)
-        data = decode(body)
-        try:
-            reward = Reward(data["reward"], data.get("solved", False), data.get("metrics", {}))
-        except KeyError as error:
-            raise ApiError(400, "`reward` is missing.", param="reward") from error
-        except (ValueError, AttributeError, TypeError) as error:
-            raise ApiError(400, f"Not a reward: {error}", param="reward") from error
-        try:
-            await self._store.post_reward.remote(rollout_id, reward, "post")
-        except DuplicateReward as error:
-            raise ApiError(409, f"Rollout {rollout_id} already has a reward.") from error
-        except StoreError as error:
-            raise ApiError(404, f"There is no rollout {rollout_id!r}.") from error
-        return {"rollout_id": rollout_id, "reward": reward.value}
+    async def count(
+        self,
+        parse: Callable[[dict[str, Any]], ChatRequest],
+        attempt_id: str,
+        headers: Mapping[str, str],
+        body: bytes,
+    ) -> int:
+        """The number of prompt tokens of a request that is not sampled."""
+        await self._memory(attempt_id, headers)
+        return len(self._renderer.render(parse(decode(body))))
 
     async def models(self, attempt_id: str | None, headers: Mapping[str, str]) -> dict[str, Any]:
         """The list of models: one, the policy."""
         if attempt_id is not None:
-            attempt = await self._store.attempt.remote(attempt_id)
-            access.check_harness(attempt_id, attempt, access.key_of(headers))
+            await self._memory(attempt_id, headers)
         return {
             "object": "list",
             "data": [
@@ -98,57 +113,121 @@ class Service:
             ],
         }
 
-    async def _answer(
-        self, attempt: AttemptInfo, request: ChatRequest, prompt: np.ndarray
+    # -- before sampling ------------------------------------------------------------------------
+
+    async def _memory(self, attempt_id: str, headers: Mapping[str, str]) -> Memory:
+        memory = self._memories.get(attempt_id)
+        attempt = memory.attempt if memory else await self._store.attempt.remote(attempt_id)
+        access.check_harness(attempt_id, attempt, access.key_of(headers))
+        # Another request may have been here meanwhile.
+        memory = self._memories.setdefault(attempt_id, memory or Memory(attempt))
+        self._memories.move_to_end(attempt_id)
+        while len(self._memories) > REMEMBERED_ATTEMPTS:
+            self._memories.popitem(last=False)
+        return memory
+
+    async def _open(
+        self, memory: Memory, fingerprint: str, is_retry: bool, arrived: float
+    ) -> Opening:
+        """Passes the gate and claims the request, or finds whose answer it gets."""
+        attempt_id = memory.attempt.attempt_id
+        while True:
+            opening, calls = await self._store.open_call.remote(
+                attempt_id, fingerprint, self._replica, is_retry, len(memory.calls)
+            )
+            if opening is None:
+                left = arrived + self._config.gateway.hold_s - time.monotonic()
+                if left <= 0 or not await self._store.wait_gate.remote(left):
+                    raise ApiError(503, "The policy is being updated; try again.", code="paused")
+                continue
+            memory.learn(calls)
+            here = self._answers.find(attempt_id, fingerprint)
+            if opening.verdict is not Verdict.WAIT or here:
+                return opening
+            await asyncio.sleep(WAIT_S)
+
+    # -- sampling -------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        dialect: Dialect,
+        request: ChatRequest,
+        memory: Memory,
+        headers: Mapping[str, str],
+        fingerprint: str,
+        opening: Opening,
+    ) -> InFlight:
+        attempt_id = memory.attempt.attempt_id
+        try:
+            plan = self._planner.plan(request, memory, headers)
+        except ApiError:
+            self._tell(self._store.drop_call.remote(attempt_id, opening.claim_id))
+            raise
+        head = Head(uuid.uuid4().hex, int(time.time()), len(plan.prompt))
+        if self._alive is None or self._alive.done():
+            self._alive = asyncio.create_task(self._report_life())
+        return self._answers.start(
+            attempt_id,
+            fingerprint,
+            head,
+            self._make(dialect, request, memory, plan, head, fingerprint, opening.claim_id),
+            lambda: self._tell(self._store.detach_call.remote(attempt_id, opening.claim_id)),
+        )
+
+    async def _make(
+        self,
+        dialect: Dialect,
+        request: ChatRequest,
+        memory: Memory,
+        plan: Plan,
+        head: Head,
+        fingerprint: str,
+        claim_id: int,
     ) -> Answer:
-        sampling, limit = self._config.sampling, self._config.model.max_model_len
-        max_tokens = min(request.max_tokens or sampling.max_tokens, sampling.max_tokens)
-        if len(prompt) >= limit:
-            raise context_overflow(limit, len(prompt), max_tokens)
-        max_tokens = min(max_tokens, limit - len(prompt))
-        temperature = sampling.temperature
-        if attempt.split is Split.VALIDATION:
-            temperature = sampling.validation_temperature or temperature
-        samples = await asyncio.gather(
-            *[
-                self._sample(attempt, request, prompt, temperature, max_tokens)
-                for _ in range(request.samples)
-            ]
-        )
-        return Answer(
-            response_id=f"chatcmpl-{samples[0][1].call_id}",
-            created=int(samples[0][1].started_at),
-            turns=[turn for turn, _, _ in samples],
-            usage=Usage(
-                prompt_tokens=len(prompt),
-                sampled_tokens=sum(len(call.tokens) for _, call, _ in samples),
-                cached_tokens=max(cached for _, _, cached in samples),
-            ),
-        )
+        """Samples and records the calls of a request."""
+        attempt_id = memory.attempt.attempt_id
+        ids = [head.call_id, *(uuid.uuid4().hex for _ in range(request.samples - 1))]
+        try:
+            calls = await asyncio.gather(
+                *[self._sample(dialect, request, memory, plan, i, fingerprint) for i in ids]
+            )
+            await self._store.record_calls.remote(calls, claim_id)
+        except BaseException as error:
+            self._tell(self._store.drop_call.remote(attempt_id, claim_id))
+            if isinstance(error, NoEngine):
+                await self._store.record_fault.remote(attempt_id, 503)
+                raise ApiError(
+                    503, "No engine is available; try again.", code="no_engine"
+                ) from error
+            raise
+        return _answer(head, calls)
 
     async def _sample(
         self,
-        attempt: AttemptInfo,
+        dialect: Dialect,
         request: ChatRequest,
-        prompt: np.ndarray,
-        temperature: float,
-        max_tokens: int,
-    ) -> tuple[Turn, Call, int]:
-        """One recorded call: (what was said, the call, prompt tokens from the prefix cache)."""
+        memory: Memory,
+        plan: Plan,
+        call_id: str,
+        fingerprint: str,
+    ) -> Call:
         started = time.time()
         generation = await self._pool.generate(
-            attempt.rollout_id,
-            prompt,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            stop=request.stop,
+            memory.attempt.rollout_id,
+            plan.prompt,
+            temperature=plan.temperature,
+            max_tokens=plan.max_tokens,
+            stop=plan.stop,
+            constraint=plan.constraint,
         )
-        turn = self._renderer.parse(request, generation.tokens, generation.finish_reason)
-        call = Call(
-            call_id=uuid.uuid4().hex,
-            attempt_id=attempt.attempt_id,
+        turn = self._renderer.parse(
+            request, generation.tokens, generation.finish_reason, dialect.TOOL_CALL_PREFIX
+        )
+        return Call(
+            call_id=call_id,
+            attempt_id=memory.attempt.attempt_id,
             seq=-1,
-            prompt=prompt,
+            prompt=plan.prompt,
             tokens=generation.tokens,
             logprobs=generation.logprobs,
             spans=generation.spans,
@@ -156,13 +235,111 @@ class Service:
             text=self._renderer.tokenizer.decode(
                 generation.tokens.tolist(), skip_special_tokens=True
             ),
-            dialect=openai_chat.NAME,
+            turn=turn,
+            history=plan.history,
+            branch=plan.branch,
+            side=plan.side,
+            request=fingerprint,
+            dialect=dialect.NAME,
             model=request.model,
+            constrained=request.constrained,
+            cached_tokens=generation.cached_tokens,
             started_at=started,
             seconds=time.time() - started,
         )
-        await self._store.record_call.remote(call)
-        return turn, call, generation.cached_tokens
+
+    # -- answering ------------------------------------------------------------------------------
+
+    async def _deliver(
+        self, dialect: Dialect, request: ChatRequest, making: InFlight
+    ) -> bytes | AsyncIterator[bytes]:
+        async with making.listening():
+            if not request.stream:
+                return orjson.dumps(dialect.respond(request, await making.answer()))
+            # A failure within the first seconds still gets a status of its own.
+            await asyncio.wait([making.task], timeout=SILENCE_S)
+            if making.task.done():
+                await making.answer()
+        return self._events(dialect, request, making)
+
+    async def _events(
+        self, dialect: Dialect, request: ChatRequest, making: InFlight
+    ) -> AsyncIterator[bytes]:
+        async with making.listening():
+            yield dialect.start(request, making.head)
+            while not making.task.done():
+                yield dialect.keepalive(request, making.head)
+                await asyncio.wait([making.task], timeout=KEEPALIVE_S)
+            try:
+                answer = await making.answer()
+            except AttemptOver:
+                yield dialect.failure(request, making.head, ApiError(410, "The attempt is over."))
+            except ApiError as error:
+                yield dialect.failure(request, making.head, error)
+            else:
+                for event in dialect.finish(request, answer):
+                    yield event
+
+    async def _replayed(
+        self, dialect: Dialect, request: ChatRequest, memory: Memory, opening: Opening
+    ) -> bytes | AsyncIterator[bytes]:
+        calls = [call for call in memory.calls if call.call_id in opening.calls]
+        answer = _answer(
+            Head(calls[0].call_id, int(calls[0].started_at), len(calls[0].prompt)), calls
+        )
+        if request.stream:
+            return _replay(dialect, request, answer)
+        return orjson.dumps(dialect.respond(request, answer))
+
+    # -- housekeeping ---------------------------------------------------------------------------
+
+    def _tell(self, message: Any) -> None:
+        """Sends a message to the store without waiting for it."""
+
+        async def sent() -> None:
+            await message
+
+        task = asyncio.ensure_future(sent())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _report_life(self) -> None:
+        """Keeps this replica's claims while it makes answers."""
+        while len(self._answers):
+            await self._store.replica_alive.remote(self._replica)
+            await asyncio.sleep(1.0)
+
+
+def _answer(head: Head, calls: list[Call]) -> Answer:
+    return Answer(
+        head,
+        tuple(call.turn for call in calls),
+        Usage(
+            prompt_tokens=len(calls[0].prompt),
+            sampled_tokens=sum(len(call.tokens) for call in calls),
+            cached_tokens=max(call.cached_tokens for call in calls),
+        ),
+    )
+
+
+async def _replay(dialect: Dialect, request: ChatRequest, answer: Answer) -> AsyncIterator[bytes]:
+    yield dialect.start(request, answer.head)
+    for event in dialect.finish(request, answer):
+        yield event
+
+
+def _fingerprint(dialect: Dialect, data: Mapping[str, Any]) -> str:
+    """Equal for a request and its retry, which may differ in transport and caching only."""
+    steady = {name: value for name, value in data.items() if name not in _VOLATILE}
+    return hashlib.blake2b(
+        orjson.dumps([dialect.NAME, _steady(steady)], option=orjson.OPT_SORT_KEYS), digest_size=16
+    ).hexdigest()
+
+
+def _steady(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _steady(v) for k, v in value.items() if k != "cache_control"}
+    return [_steady(item) for item in value] if isinstance(value, list) else value
 
 
 def decode(body: bytes) -> dict[str, Any]:

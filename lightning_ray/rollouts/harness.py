@@ -12,18 +12,12 @@ read; an environment is used only if its installation ran to the end.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.resources
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import filelock
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -31,7 +25,6 @@ from lightning_ray.config import ConfigError
 from lightning_ray.rollouts.forkserver import Preload
 
 _BUILT_IN = Path(__file__).parent / "recipes"
-_DONE = "installed"  # written last: an environment without it is half an installation
 # Lower-case names in single braces are ours; {{name}} stands for {name}. JSON and ${SHELL} pass
 # unchanged.
 _PLACEHOLDER = re.compile(r"\{\{([a-z_]+)\}\}|\{([a-z_]+)\}")
@@ -41,10 +34,6 @@ _PACKAGE_FILE = "pkg:"  # pkg:some.package/dir/file names a file inside an insta
 
 class RecipeError(ConfigError):
     """A recipe that cannot be used; the message says which one, where and what to do."""
-
-
-class InstallError(RuntimeError):
-    """A harness could not be installed on this machine; one line says why."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +69,10 @@ class Recipe(BaseModel):
     packages: list[str] = Field(
         default_factory=list, description="pip requirements of the harness."
     )
+    npm: list[str] = Field(
+        default_factory=list,
+        description="npm packages of the harness; commands are in {venv}/node_modules/.bin.",
+    )
     lock: str | None = Field(
         None,
         description="File beside the recipe that pins every package; `packages` is then a comment.",
@@ -89,6 +82,10 @@ class Recipe(BaseModel):
     )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment; {api_key} belongs here."
+    )
+    files: dict[str, str] = Field(
+        default_factory=dict,
+        description="Files written before the start: path (below {home}) to content.",
     )
     cwd: str = Field("{workspace}", description="Folder that the harness starts in.")
     preload: list[str] = Field(
@@ -118,18 +115,23 @@ class Recipe(BaseModel):
                         f"{where}: {{{_KEY}}} may stand in env only; "
                         "other processes can read a command line"
                     )
-                if name in ("venv", "site_packages") and not (self.packages or self.lock):
+                if name in ("venv", "site_packages") and not self.has_packages:
                     raise ValueError(
-                        f"{where}: {{{name}}} needs `packages`, but the recipe has none"
+                        f"{where}: {{{name}}} needs `packages` or `npm`, but the recipe has none"
                     )
         if self.preload and not self.command[0].startswith("{venv}/bin/"):
             raise ValueError("preload: command[0] must be a Python script in {venv}/bin/")
+        for path in self.files:
+            if not path.startswith("{home}/"):
+                raise ValueError(f"files.{path}: a file must be below {{home}}")
         return self
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         yield from ((f"command[{i}]", text) for i, text in enumerate(self.command))
         yield from ((f"env.{name}", text) for name, text in self.env.items())
         yield "cwd", self.cwd
+        for path, content in self.files.items():
+            yield from ((f"files.{path}", text) for text in (path, content))
         yield from ((f"artifacts[{i}]", text) for i, text in enumerate(self.artifacts))
 
     @property
@@ -137,6 +139,11 @@ class Recipe(BaseModel):
         """True if neither {task} nor {task_file} stands anywhere: the harness then reads it on
         stdin."""
         return not any({"task", "task_file"} & set(_names(text)) for _, text in self._texts())
+
+    @property
+    def has_packages(self) -> bool:
+        """True if there is something to install."""
+        return bool(self.packages or self.lock or self.npm)
 
     @property
     def requirements(self) -> str:
@@ -214,67 +221,6 @@ def fill(text: str, values: Values) -> str:
     """`text` with its placeholders replaced, in one pass: what a value contains stays as it is."""
     replace = asdict(values)
     return _PLACEHOLDER.sub(lambda m: f"{{{m[1]}}}" if m[1] else replace[m[2]], text)
-
-
-def install(recipe: Recipe) -> Path | None:
-    """The virtual environment of the harness, made first where this machine lacks it; None if the
-    recipe has no packages. A lock file is installed as it stands (--no-deps), so it is complete or
-    it fails here.
-
-    Raises:
-        InstallError: pip or venv failed.
-    """
-    if not recipe.requirements:
-        return None
-    # The version of Python belongs to it: compiled packages and site-packages depend on it.
-    identity = f"{sys.version_info[:3]}\n{recipe.lock_text != ''}\n{recipe.requirements}"
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    root = Path(os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray").expanduser()
-    venv = root / "harnesses" / f"{recipe.name}-{digest}"
-    if (venv / _DONE).exists():
-        return venv
-    venv.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{venv}.lock"):
-        if not (venv / _DONE).exists():
-            shutil.rmtree(venv, ignore_errors=True)
-            _build(recipe, venv)
-            (venv / _DONE).write_text(recipe.requirements)
-    return venv
-
-
-def site_packages(venv: Path) -> Path:
-    return (
-        venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    )
-
-
-def _build(recipe: Recipe, venv: Path) -> None:
-    # Scripts name their interpreter by its full path, so an environment is made where it will stay.
-    _check(recipe, [sys.executable, "-m", "venv", str(venv)])
-    requirements = venv / "requirements.txt"
-    requirements.write_text(recipe.requirements)
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    exact = ["--no-deps"] if recipe.lock_text else []
-    # Compiled now, because many short-lived harnesses would otherwise compile the same modules each
-    # time.
-    _check(recipe, [*pip, "install", "--quiet", "--compile", *exact, "-r", str(requirements)])
-    if exact:
-        _check(recipe, [*pip, "check"])
-
-
-def _check(recipe: Recipe, argv: list[str]) -> None:
-    env = {
-        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    }
-    done = subprocess.run(
-        argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    if done.returncode:
-        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
-        raise InstallError(
-            f"cannot install harness {recipe.name} ({' '.join(argv[1:4])}): {errors[-1]}"
-        )
 
 
 def _argument(text: str, values: Values) -> str:

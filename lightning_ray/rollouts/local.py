@@ -28,7 +28,8 @@ from types import FrameType
 from lightning_ray.records import Json, Outcome, Task
 from lightning_ray.rollouts import harness, process
 from lightning_ray.rollouts.forkserver import PreloadError
-from lightning_ray.rollouts.harness import InstallError, Recipe, RecipeError, Values
+from lightning_ray.rollouts.harness import Recipe, RecipeError, Values
+from lightning_ray.rollouts.installation import InstallError, install, site_packages
 from lightning_ray.rollouts.process import EndedBy, ExitReport, Limits
 
 _FAMILY_S = (
@@ -112,7 +113,7 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
     task_file = box / "task.txt"
     task_file.write_text(request.task.statement)
     recipe = request.recipe
-    venv = harness.install(recipe)
+    venv = install(recipe)
     values = Values(
         base_url=f"{request.root_url}/v1",
         root_url=request.root_url,
@@ -124,11 +125,15 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
         home=str(home),
         context_tokens=str(request.context_tokens),
         venv=str(venv or ""),
-        site_packages=str(harness.site_packages(venv)) if venv else "",
+        site_packages=str(site_packages(venv)) if venv else "",
         recipe_dir=recipe.recipe_dir,
         api_key=request.api_key,
     )
     argv, env, stdin = harness.command_line(recipe, values)
+    for name, content in recipe.files.items():
+        path = Path(harness.fill(name, values))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(harness.fill(content, values))
     shared = Path(tempfile.gettempdir())
     if request.prepare:
         _family("task.prepare", request.prepare, request.task, workspace)

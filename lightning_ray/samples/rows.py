@@ -28,6 +28,7 @@ class Fate(StrEnum):
 
     INFRA = "infra"  # no usable reward: an infrastructure fault, or an abandoned attempt
     ZERO_ADVANTAGE = "zero_advantage"  # its rollout is neither better nor worse than its group
+    SIDE = "side"  # of a call that was no work on the task: a title, a summary
     CONSTRAINED = "constrained"  # sampled under a grammar, whose probabilities cannot be reproduced
     ORPHANED = "orphaned"  # one of several uncontinued samples of one prompt
     TRUNCATED = "truncated"  # beyond the longest row
@@ -63,7 +64,9 @@ def rows(
         for number, call in enumerate(branch.calls):
             if number < branch.owned_from:
                 continue
-            if call.constrained:
+            if call.side is not None:
+                fate = Fate.SIDE
+            elif call.constrained:
                 fate = Fate.CONSTRAINED
             elif call.seq in twins:
                 fate = Fate.ORPHANED

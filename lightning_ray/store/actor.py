@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +20,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lightning_ray.records import Call, FinishedRollout, Outcome, Reward, RolloutSpec
+from lightning_ray.store.claims import Claims, Opening, Verdict
 from lightning_ray.store.errors import StoreError
 from lightning_ray.store.rollouts import AttemptInfo, AttemptSummary, RolloutStore
 
@@ -32,29 +34,86 @@ class StoreActor:
     def __init__(self, directory: str) -> None:
         self._store = RolloutStore(Path(directory))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._pending: list[tuple[Call, asyncio.Future[None]]] = []
+        self._pending: list[tuple[Call, asyncio.Future[int]]] = []
         self._flushing: asyncio.Task[None] | None = None
         self._rewarded: dict[str, asyncio.Event] = {}
+        self._claims = Claims()
+        self._gate = asyncio.Event()
+        self._gate.set()
 
-    async def record_call(self, call: Call) -> None:
-        """Returns when the call is on disk.
+    # -- the gateway's side ---------------------------------------------------------------------
+
+    async def open_call(
+        self, attempt_id: str, request: str, replica: str, is_retry: bool, known: int
+    ) -> tuple[Opening | None, list[Call]]:
+        """What a gateway replica does with a request (None: the gate is closed), and the calls of
+        the attempt after the first `known` ones.
+
+        Raises:
+            UnknownAttempt, AttemptOver: there is none, or it takes no more calls.
+        """
+        calls = await self._run(self._store.live_calls, attempt_id)
+        if not self._gate.is_set():
+            return None, []
+        opening = self._claims.open(attempt_id, request, replica, is_retry, time.monotonic())
+        if is_retry and opening.verdict is Verdict.ANSWER:
+            # The claims are gone with an earlier life of this actor, the calls are not.
+            again = tuple(call.call_id for call in calls if call.request == request)
+            if again:
+                self._claims.recorded(attempt_id, opening.claim_id, again)
+                opening = Opening(Verdict.REPLAY, opening.claim_id, again)
+        return opening, calls[known:]
+
+    async def detach_call(self, attempt_id: str, claim_id: int) -> None:
+        self._claims.detached(attempt_id, claim_id)
+
+    async def drop_call(self, attempt_id: str, claim_id: int) -> None:
+        self._claims.dropped(attempt_id, claim_id)
+
+    async def replica_alive(self, replica: str) -> None:
+        self._claims.alive(replica, time.monotonic())
+
+    async def close_gate(self) -> None:
+        """Model calls that arrive from here on are held."""
+        self._gate.clear()
+
+    async def open_gate(self) -> None:
+        self._gate.set()
+
+    async def wait_gate(self, timeout_s: float) -> bool:
+        """True as soon as the gate is open, False after `timeout_s` seconds."""
+        try:
+            await asyncio.wait_for(self._gate.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def record_calls(self, calls: list[Call], claim_id: int = 0) -> list[int]:
+        """Returns the `seq`s of the calls, of one attempt, when they are on disk."""
+        recorded = list(await asyncio.gather(*map(self.record_call, calls)))
+        ids = tuple(call.call_id for call in calls)
+        self._claims.recorded(calls[0].attempt_id, claim_id, ids)
+        return recorded
+
+    async def record_call(self, call: Call) -> int:
+        """Returns the `seq` of the call when it is on disk.
 
         Raises:
             StoreError: the attempt is unknown or over.
             OSError: the disk refused.
         """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._pending.append((call, done))
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.create_task(self._flush())
-        await done
+        return await done
 
     async def _flush(self) -> None:
         while self._pending:
             batch = self._pending[:MOST_CALLS_PER_COMMIT]
             del self._pending[: len(batch)]
             try:
-                results: Sequence[Exception | None] = await self._run(
+                results: Sequence[int | Exception] = await self._run(
                     self._store.append, [c for c, _ in batch]
                 )
             except OSError as error:
@@ -62,10 +121,12 @@ class StoreActor:
             for (_, done), result in zip(batch, results, strict=True):
                 if done.cancelled():
                     continue
-                if result is None:
-                    done.set_result(None)
-                else:
+                if isinstance(result, Exception):
                     done.set_exception(result)
+                else:
+                    done.set_result(result)
+
+    # -- the controller's and the driver's side -------------------------------------------------
 
     async def create_rollouts(self, specs: list[RolloutSpec]) -> dict[str, int]:
         return await self._run(self._store.create_rollouts, specs)
@@ -80,6 +141,7 @@ class StoreActor:
     async def end_attempt(
         self, attempt_id: str, outcome: Outcome, detail: str, ended_at: float
     ) -> AttemptSummary:
+        self._claims.ended(attempt_id)
         return await self._run(self._store.end_attempt, attempt_id, outcome, detail, ended_at)
 
     async def end_orphans(self, ended_at: float) -> int:

@@ -2,7 +2,7 @@
 
 A prompt is stored as its difference from the earlier call of the same attempt that shares the
 longest prefix with it. Invariant: `call_from_row` gives back exactly the call that `call_to_row`
-was given, when `fulls` holds the tokens of the calls before it.
+was given, when `earlier` holds the calls before it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from lightning_ray.records import (
+    Branch,
     Call,
     FinishedRollout,
     FinishReason,
@@ -24,37 +26,42 @@ from lightning_ray.records import (
     Reward,
     RolloutSpec,
     RolloutState,
+    SideCall,
     Span,
     Split,
     Task,
+    ToolCall,
+    Turn,
 )
 
 
 def longest_shared_prefix(
-    prompt: np.ndarray, earlier: Sequence[tuple[str, np.ndarray]]
-) -> tuple[str | None, int]:
-    """The earlier call whose tokens share the longest prefix with `prompt`, and how long that
-    is."""
-    best: tuple[str | None, int] = (None, 0)
-    for call_id, full in reversed(earlier):  # the latest one is the likeliest parent
+    prompt: np.ndarray, earlier: Sequence[tuple[Call, np.ndarray]]
+) -> tuple[Call | None, int]:
+    """The earlier call whose tokens (the arrays) share the longest prefix with `prompt`, and how
+    long that is."""
+    best: tuple[Call | None, int] = (None, 0)
+    for call, full in reversed(earlier):  # the latest one is the likeliest parent
         length = min(len(full), len(prompt))
         if length <= best[1]:
             continue
         differ = np.flatnonzero(full[:length] != prompt[:length])
         shared = int(differ[0]) if len(differ) else length
         if shared > best[1]:
-            best = (call_id, shared)
-        if shared == len(prompt):
+            best = (call, shared)
+        if shared == len(full):  # it is continued as it stands
             break
     return best
 
 
-def call_to_row(call: Call, seq: int, parent: str | None, shared: int) -> dict[str, object]:
+def call_to_row(call: Call, parent: Call | None, shared: int) -> dict[str, object]:
+    pairs = zip(call.history, parent.history if parent else b"", strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return {
         "call_id": call.call_id,
         "attempt_id": call.attempt_id,
-        "seq": seq,
-        "parent": parent,
+        "seq": call.seq,
+        "parent": parent.call_id if parent else None,
         "shared": shared,
         "prompt_tail": call.prompt[shared:],
         "tokens": call.tokens,
@@ -64,15 +71,22 @@ def call_to_row(call: Call, seq: int, parent: str | None, shared: int) -> dict[s
         "span_lengths": [span.length for span in call.spans],
         "finish_reason": str(call.finish_reason),
         "text": call.text,
+        "turn": json.dumps(dataclasses.asdict(call.turn)),
+        "history_shared": same,
+        "history_tail": call.history[same:],
+        "branch": str(call.branch),
+        "side": None if call.side is None else str(call.side),
+        "request": call.request,
         "dialect": call.dialect,
         "model": call.model,
         "constrained": call.constrained,
+        "cached_tokens": call.cached_tokens,
         "started_at": call.started_at,
         "seconds": call.seconds,
     }
 
 
-def call_from_row(row: pa.RecordBatch, fulls: Mapping[str, np.ndarray]) -> Call:
+def call_from_row(row: pa.RecordBatch, earlier: Mapping[str, Call]) -> Call:
     def array(name: str, dtype: type) -> np.ndarray:
         return np.asarray(row.column(name).flatten().to_numpy(zero_copy_only=False), dtype=dtype)
 
@@ -81,7 +95,10 @@ def call_from_row(row: pa.RecordBatch, fulls: Mapping[str, np.ndarray]) -> Call:
 
     tail = array("prompt_tail", np.int32)
     parent = scalar("parent")
-    prompt = np.concatenate([fulls[str(parent)][: scalar("shared")], tail]) if parent else tail
+    prompt, history = tail, scalar("history_tail")
+    if parent:
+        prompt = np.concatenate([earlier[parent].full[: scalar("shared")], tail])
+        history = earlier[parent].history[: scalar("history_shared")] + history
     spans = zip(*(scalar(f"span_{part}") for part in ("lineages", "steps", "lengths")), strict=True)
     return Call(
         call_id=str(scalar("call_id")),
@@ -93,12 +110,24 @@ def call_from_row(row: pa.RecordBatch, fulls: Mapping[str, np.ndarray]) -> Call:
         spans=tuple(Span(PolicyVersion(lineage, step), length) for lineage, step, length in spans),
         finish_reason=FinishReason(str(scalar("finish_reason"))),
         text=str(scalar("text")),
+        turn=_turn(scalar("turn")),
+        history=history,
+        branch=Branch(scalar("branch")),
+        side=SideCall(scalar("side")) if scalar("side") else None,
+        request=str(scalar("request")),
         dialect=str(scalar("dialect")),
         model=str(scalar("model")),
         constrained=bool(scalar("constrained")),
+        cached_tokens=int(scalar("cached_tokens")),
         started_at=float(scalar("started_at")),
         seconds=float(scalar("seconds")),
     )
+
+
+def _turn(text: str) -> Turn:
+    data = json.loads(text)
+    data["tool_calls"] = tuple(ToolCall(**call) for call in data["tool_calls"])
+    return Turn(**data | {"finish_reason": FinishReason(data["finish_reason"])})
 
 
 def finished_to_json(finished: FinishedRollout) -> str:

@@ -116,8 +116,8 @@ class RolloutStore:
         self._db.execute("pragma synchronous = full")
         self._db.executescript(_TABLES)
         self._log = CallLog(directory / "calls", CALL_SCHEMA, segment_bytes)
-        # Full token sequences of the calls of live attempts, for finding a new call's parent.
-        self._live: dict[str, list[tuple[str, np.ndarray]]] = {}
+        # The calls of live attempts with their full token sequences, to find a new call's parent.
+        self._live: dict[str, list[tuple[Call, np.ndarray]]] = {}
         self._reindex()
         self._secret = self._load_secret()
 
@@ -268,57 +268,68 @@ class RolloutStore:
 
     # -- calls ----------------------------------------------------------------------------------
 
-    def append(self, calls: Sequence[Call]) -> list[StoreError | None]:
-        """Writes calls in one commit; on return they are on disk. `seq` is assigned here. The
-        result says for each call None (stored, or stored before) or why it was refused.
+    def append(self, calls: Sequence[Call]) -> list[int | StoreError]:
+        """Writes calls in one commit; on return they are on disk. The result has for each call the
+        `seq` that it was given (also when it had been stored before), or why it was refused.
 
         Raises:
             OSError: the disk refused; none of them is stored.
         """
-        results: list[StoreError | None] = []
+        results: list[int | StoreError] = []
         rows: list[dict[str, object]] = []
-        index: list[tuple[str, str, int, int]] = []
-        fresh: list[tuple[str, str, np.ndarray]] = []
+        fresh: list[tuple[Call, np.ndarray]] = []
         for call in calls:
-            refusal = self._refusal(call.attempt_id)
-            results.append(refusal)
-            known = self._db.execute(
-                "select 1 from calls where call_id = ?", (call.call_id,)
-            ).fetchone()
-            if refusal or known or any(call.call_id == row["call_id"] for row in rows):
+            if refusal := self._refusal(call.attempt_id):
+                results.append(refusal)
                 continue
             live = self._live_calls(call.attempt_id)
-            live = live + [
-                (cid, full) for cid, attempt, full in fresh if attempt == call.attempt_id
-            ]
+            live = live + [pair for pair in fresh if pair[0].attempt_id == call.attempt_id]
+            known = [earlier.seq for earlier, _ in live if earlier.call_id == call.call_id]
+            results.append(known[0] if known else len(live))
+            if known:
+                continue
             parent, shared = longest_shared_prefix(call.prompt, live)
-            rows.append(call_to_row(call, len(live), parent, shared))
-            index.append((call.call_id, call.attempt_id, len(live), len(call.tokens)))
-            fresh.append((call.call_id, call.attempt_id, call.full))
+            stored = dataclasses.replace(call, seq=len(live))
+            rows.append(call_to_row(stored, parent, shared))
+            fresh.append((stored, stored.full))
         if rows:
             segment, batch = self._log.append(pa.RecordBatch.from_pylist(rows, CALL_SCHEMA))
-            for call_id, attempt_id, full in fresh:
-                self._live[attempt_id].append((call_id, full))
-            self._index((*entry, segment, batch, row) for row, entry in enumerate(index))
-            for _, attempt_id, _ in fresh:
-                self._db.execute(
-                    "update attempts set last_fault = null where attempt_id = ?", (attempt_id,)
-                )
+            for call, full in fresh:
+                self._live[call.attempt_id].append((call, full))
+            self._index(
+                (call.call_id, call.attempt_id, call.seq, len(call.tokens), segment, batch, row)
+                for row, (call, _) in enumerate(fresh)
+            )
+            self._db.executemany(
+                "update attempts set last_fault = null where attempt_id = ?",
+                {(call.attempt_id,) for call, _ in fresh},
+            )
             if self._log.roll_if_full():
                 self._db.commit()
         return results
 
     def calls(self, attempt_id: str) -> list[Call]:
         """The calls of an attempt in the order they were recorded, prompts whole."""
+        if attempt_id in self._live:
+            return [call for call, _ in self._live[attempt_id]]
         rows = self._db.execute(
             "select segment, batch, row from calls where attempt_id = ? order by seq", (attempt_id,)
         ).fetchall()
-        fulls: dict[str, np.ndarray] = {}
-        calls = []
+        earlier: dict[str, Call] = {}
         for segment, batch, row in rows:
-            calls.append(call_from_row(self._log.read(segment, batch).slice(row, 1), fulls))
-            fulls[calls[-1].call_id] = calls[-1].full
-        return calls
+            call = call_from_row(self._log.read(segment, batch).slice(row, 1), earlier)
+            earlier[call.call_id] = call
+        return list(earlier.values())
+
+    def live_calls(self, attempt_id: str) -> list[Call]:
+        """The calls so far of an attempt that takes more.
+
+        Raises:
+            UnknownAttempt, AttemptOver: see there.
+        """
+        if refusal := self._refusal(attempt_id):
+            raise refusal
+        return [call for call, _ in self._live_calls(attempt_id)]
 
     def texts(self, attempt_id: str) -> list[str]:
         """What the model sampled in each call of an attempt, decoded."""
@@ -345,9 +356,9 @@ class RolloutStore:
             return UnknownAttempt(f"there is no attempt {attempt_id}")
         return AttemptOver(f"attempt {attempt_id} has ended") if row[0] is not None else None
 
-    def _live_calls(self, attempt_id: str) -> list[tuple[str, np.ndarray]]:
+    def _live_calls(self, attempt_id: str) -> list[tuple[Call, np.ndarray]]:
         if attempt_id not in self._live:
-            self._live[attempt_id] = [(call.call_id, call.full) for call in self.calls(attempt_id)]
+            self._live[attempt_id] = [(call, call.full) for call in self.calls(attempt_id)]
         return self._live[attempt_id]
 
     def _index(self, entries: Iterable[tuple[str, str, int, int, int, int, int]]) -> None:

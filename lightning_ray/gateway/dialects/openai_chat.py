@@ -1,25 +1,47 @@
-"""OpenAI Chat Completions, without streaming.
+"""OpenAI Chat Completions.
 
-Invariant: fields that we do not know are ignored; a value that we cannot serve is a 400 that names
-it.
+A request is checked and brought into the form that chat templates take; vLLM's own type of it holds
+what vLLM's parsers read. A stream tells a whole turn in a few large chunks: nothing is sent of it
+before it is complete.
+
+Invariants: fields that we do not know are ignored; a value that we cannot serve is a 400 that names
+it; no message is added or dropped; tool results stand in the order of their calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
+import orjson
 from pydantic import ValidationError
 
-from lightning_ray.gateway.dialects import Answer, ChatRequest, Turn
+from lightning_ray.gateway.dialects import Answer, ChatRequest, Head, Usage
 from lightning_ray.gateway.errors import ApiError
-from lightning_ray.records import FinishReason
+from lightning_ray.records import FinishReason, Turn
 
 NAME = "openai_chat"
+TOOL_CALL_PREFIX = "call_"
 ROLES = ("system", "developer", "user", "assistant", "tool")
+FORMATS = ("text", "json_object", "json_schema")
 # Choices per request: each one is a sequence in the engine, so an absurd number must not reach it.
 MOST_CHOICES = 64
+# What vLLM's type is made of. Messages are not: nothing reads them there, and they are long.
+_FIELDS = (
+    "model",
+    "n",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "stream",
+    "stream_options",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+)
 
 
 def parse(body: dict[str, Any]) -> ChatRequest:
@@ -29,59 +51,148 @@ def parse(body: dict[str, Any]) -> ChatRequest:
         ApiError: 400, with the name of the field.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.exceptions import VLLMValidationError
 
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(
             400, "`messages` must be a list with at least one message.", param="messages"
         )
-    if body.get("stream"):
-        raise ApiError(400, "Streaming is not supported yet; send `stream: false`.", param="stream")
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise ApiError(400, "`tool_choice` must be `auto` or `none`.", param="tool_choice")
-    if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
-        raise ApiError(400, "`response_format` must be `text`.", param="response_format")
     normal = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    _check_tools(body.get("tools"))
+    _check_tool_choice(body.get("tool_choice"))
+    _check_format(body.get("response_format"))
+    known = {key: body[key] for key in _FIELDS if body.get(key) is not None}
     try:
-        parsed = ChatCompletionRequest.model_validate(body)
+        parsed = ChatCompletionRequest.model_validate({"messages": [], **known})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or None
         raise ApiError(400, f"{where or 'body'}: {first['msg']}", param=where) from error
+    except VLLMValidationError as error:
+        raise ApiError(400, str(error), param=error.parameter) from error
     samples = 1 if parsed.n is None else parsed.n
     if not 1 <= samples <= MOST_CHOICES:
         raise ApiError(400, f"`n` must be between 1 and {MOST_CHOICES}.", param="n")
-    max_tokens = parsed.max_completion_tokens or parsed.max_tokens
+    limit = "max_tokens" if parsed.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = getattr(parsed, limit)
     if max_tokens is not None and max_tokens < 1:
-        raise ApiError(400, "`max_tokens` must be at least 1.", param="max_tokens")
+        raise ApiError(400, f"`{limit}` must be at least 1.", param=limit)
     stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
+    include_usage = parsed.stream_options is not None and parsed.stream_options.include_usage
     return ChatRequest(
-        messages=normal,
+        messages=_in_call_order(normal),
         tools=[tool.model_dump() for tool in parsed.tools] if parsed.tools else None,
         model=parsed.model or "",
         samples=samples,
         max_tokens=max_tokens,
         stop=tuple(stop),
+        stream=bool(parsed.stream),
+        options={"include_usage": bool(include_usage)},
         parsed=parsed,
     )
 
 
 def respond(request: ChatRequest, answer: Answer) -> dict[str, Any]:
     """The response body."""
-    usage = answer.usage
     return {
-        "id": answer.response_id,
-        "object": "chat.completion",
-        "created": answer.created,
-        "model": request.model,
+        **_envelope("chat.completion", request, answer.head),
         "choices": [_choice(index, turn) for index, turn in enumerate(answer.turns)],
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.sampled_tokens,
-            "total_tokens": usage.prompt_tokens + usage.sampled_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        },
+        "usage": _usage(answer.usage),
+    }
+
+
+def start(request: ChatRequest, head: Head) -> bytes:
+    """The role, once per sample."""
+    return b"".join(
+        _chunk(request, head, index, {"role": "assistant"}) for index in range(request.samples)
+    )
+
+
+def keepalive(request: ChatRequest, head: Head) -> bytes:
+    """A chunk without a change."""
+    return _chunk(request, head, 0, {})
+
+
+def finish(request: ChatRequest, answer: Answer) -> Iterator[bytes]:
+    """The turns, one after the other, and the end of the stream."""
+    for index, turn in enumerate(answer.turns):
+        choice = _choice(index, turn)
+        for delta in _deltas(choice["message"]):
+            yield _chunk(request, answer.head, index, delta)
+        yield _chunk(request, answer.head, index, {}, choice["finish_reason"])
+    if request.options.get("include_usage"):
+        envelope = _envelope("chat.completion.chunk", request, answer.head)
+        yield _event({**envelope, "choices": [], "usage": _usage(answer.usage)})
+    yield b"data: [DONE]\n\n"
+
+
+def failure(request: ChatRequest, head: Head, error: ApiError) -> bytes:
+    """The error instead of a chunk. Clients raise it; no `[DONE]` comes after it."""
+    return _event(error.body)
+
+
+def error(error: ApiError) -> dict[str, Any]:
+    """The body of an answer other than 200."""
+    return dict(error.body)
+
+
+def text_of(content: Any, where: str) -> str:
+    """Content as text, whatever the types of its parts are called.
+
+    Raises:
+        ApiError: 400, something in it is no text.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"`{where}` must be text, a list of text parts, or null.", param=where)
+    parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) < len(parts):
+        raise ApiError(400, f"`{where}` has a part that is not text.", param=where)
+    return "\n".join(texts)
+
+
+def _envelope(kind: str, request: ChatRequest, head: Head) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{head.call_id}",
+        "object": kind,
+        "created": head.created,
+        "model": request.model,
+    }
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def _chunk(
+    request: ChatRequest, head: Head, index: int, delta: dict[str, Any], reason: str | None = None
+) -> bytes:
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    return _event({**_envelope("chat.completion.chunk", request, head), "choices": [choice]})
+
+
+def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for key in ("reasoning_content", "content"):
+        if message.get(key):
+            yield {key: message[key]}
+    for index, call in enumerate(message.get("tool_calls", ())):
+        arguments = {"arguments": call["function"]["arguments"]}
+        begun = {**call, "function": {**call["function"], "arguments": ""}}
+        yield {"tool_calls": [{"index": index, **begun}]}
+        yield {"tool_calls": [{"index": index, "function": arguments}]}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.sampled_tokens,
+        "total_tokens": usage.prompt_tokens + usage.sampled_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
 
 
@@ -103,6 +214,45 @@ def _choice(index: int, turn: Turn) -> dict[str, Any]:
     return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
 
 
+def _check_tools(tools: Any) -> None:
+    # vLLM's own check of `tool_choice` takes the shape of tools for granted.
+    if tools is not None and not isinstance(tools, list):
+        raise ApiError(400, "`tools` must be a list.", param="tools")
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            where = f"tools[{i}]"
+            raise ApiError(400, f"`{where}` must be a function with a name.", param=where)
+
+
+def _check_tool_choice(choice: Any) -> None:
+    if choice in (None, "auto", "none", "required"):
+        return
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(
+            400,
+            "`tool_choice` must be `auto`, `none`, `required` or a named function.",
+            param="tool_choice",
+        )
+
+
+def _check_format(form: Any) -> None:
+    if form is None:
+        return
+    if not isinstance(form, dict) or form.get("type") not in FORMATS:
+        raise ApiError(
+            400,
+            f"`response_format.type` must be one of {', '.join(FORMATS)}.",
+            param="response_format",
+        )
+    if form["type"] == "json_schema":
+        schema = form.get("json_schema")
+        if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+            where = "response_format.json_schema"
+            raise ApiError(400, f"`{where}` must be an object with a `schema`.", param=where)
+
+
 def _message(message: Any, where: str) -> dict[str, Any]:
     """One message in the form that chat templates take."""
     if not isinstance(message, dict):
@@ -114,11 +264,17 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         )
     normal: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
-        "content": _text(message.get("content"), f"{where}.content"),
+        "content": text_of(message.get("content"), f"{where}.content"),
     }
     for key in ("name", "tool_call_id", "reasoning_content"):
-        if isinstance(message.get(key), str):
-            normal[key] = message[key]
+        value = message.get(key)
+        if isinstance(value, str):
+            normal[key] = value
+        elif value is not None:
+            raise ApiError(400, f"`{where}.{key}` must be text or null.", param=f"{where}.{key}")
+    # Another name for it, which is in nobody's protocol: other clients may mean something else.
+    if isinstance(message.get("reasoning"), str):
+        normal.setdefault("reasoning_content", message["reasoning"])
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
@@ -131,28 +287,6 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return normal
 
 
-def _text(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        parts = []
-        for part in content:
-            text = (
-                part
-                if isinstance(part, str)
-                else part.get("text")
-                if isinstance(part, dict)
-                else None
-            )
-            if not isinstance(text, str):
-                raise ApiError(400, f"`{where}` has a part that is not text.", param=where)
-            parts.append(text)
-        return "\n".join(parts)
-    raise ApiError(400, f"`{where}` must be text, a list of text parts, or null.", param=where)
-
-
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -160,10 +294,29 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         # A malformed call of the model comes back as it was: templates take text too.
-        with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments)
+        with contextlib.suppress(ValueError, RecursionError):
+            decoded = json.loads(arguments)
+            arguments = decoded if isinstance(decoded, dict) else arguments
+    elif not isinstance(arguments, dict):
+        where = f"{where}.function.arguments"
+        raise ApiError(400, f"`{where}` must be JSON as text.", param=where)
     return {
         "id": str(call.get("id", "")),
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }
+
+
+def _in_call_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Some harnesses send results of parallel calls in the order in which they finished."""
+    ordered = list(messages)
+    for i, message in enumerate(ordered):
+        places = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ()))}
+        end = i + 1
+        while places and end < len(ordered) and ordered[end]["role"] == "tool":
+            end += 1
+        ordered[i + 1 : end] = sorted(
+            ordered[i + 1 : end],
+            key=lambda result: places.get(result.get("tool_call_id", ""), len(places)),
+        )
+    return ordered

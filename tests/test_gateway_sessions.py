@@ -1,0 +1,346 @@
+"""Whole conversations with the real SDK clients: streaming, continuity, retries, pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from itertools import pairwise
+
+import anthropic
+import httpx
+import numpy as np
+import pytest
+import ray
+from support import CALL, HELLO, TOOLS, Running
+
+from lightning_ray.engine.pool import EnginePool
+from lightning_ray.gateway import deploy
+from lightning_ray.gateway.dialects import Answer, Head, Usage
+from lightning_ray.gateway.inflight import Answers
+from lightning_ray.records import Branch, FinishReason, SideCall
+from lightning_ray.samples import forest
+
+HOLD_S = 2.0
+PARALLEL = f"I will look.\n{CALL}\n{CALL.replace('ls', 'pwd')}"
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory):
+    running = Running(tmp_path_factory.mktemp("gateway"), [["unset"]], f"gateway.hold_s={HOLD_S}")
+    running.start()
+    yield running
+    deploy.stop()
+    ray.shutdown()
+
+
+def say(gateway, *texts: str, seconds: float = 0.0) -> None:
+    ray.get(gateway.engines[0].script.remote(list(texts), seconds))
+
+
+def calls_of(gateway, attempt):
+    return ray.get(gateway.store.calls.remote(attempt))
+
+
+def assert_one_chain(calls) -> None:
+    """Every call continues the one before it with the tokens that were sampled."""
+    for before, after in pairwise(calls):
+        assert np.array_equal(after.prompt[: len(before.full)], before.full)
+    assert [call.branch for call in calls] == [
+        Branch.ROOT, *[Branch.CONTINUED] * (len(calls) - 1)
+    ]  # fmt: skip
+    assert len(forest.branches(calls)) == 1
+
+
+def compact(call) -> dict:
+    """A tool call as OpenCode and qwen-code send it back."""
+    arguments = json.dumps(json.loads(call.function.arguments), separators=(",", ":"))
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_turns_continue_with_the_sampled_tokens(gateway, stream):
+    attempt = gateway.attempt()
+    say(gateway, PARALLEL, "Done.")
+    client = gateway.client(attempt).chat.completions
+    asked = {"model": "m", "messages": HELLO, "tools": TOOLS}
+    if stream:
+        with client.stream(**asked) as events:
+            for _ in events:
+                pass
+            message = events.get_final_completion().choices[0].message
+    else:
+        message = client.create(**asked).choices[0].message
+    assert message.content.strip() == "I will look."
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": message.content.strip(),
+         "tool_calls": [compact(call) for call in message.tool_calls]},
+        # In the order of completion, not of the calls.
+        {"role": "tool", "tool_call_id": message.tool_calls[1].id, "content": "/tmp"},
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "a.txt"},
+    ]  # fmt: skip
+    reply = client.create(model="m", messages=history, tools=TOOLS)
+    assert reply.choices[0].message.content == "Done."
+    calls = calls_of(gateway, attempt)
+    assert_one_chain(calls)
+    text = gateway.tokenizer.decode(calls[1].prompt.tolist())
+    assert text.index("a.txt") < text.index("/tmp")
+    assert reply.usage.prompt_tokens == len(calls[1].prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_turns_continue_with_the_sampled_tokens(gateway, stream):
+    attempt = gateway.attempt()
+    say(gateway, PARALLEL, "Done.")
+    client = gateway.client(attempt).responses
+    tools = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
+    asked = {"model": "m", "input": HELLO, "tools": tools, "store": False}
+    if stream:
+        with client.stream(**asked) as events:
+            for _ in events:
+                pass
+            first = events.get_final_response()
+    else:
+        first = client.create(**asked)
+    assert first.status == "completed"
+    history = [*HELLO, *(item.model_dump() for item in first.output)]
+    history += [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "a.txt"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    assert len(history) == 1 + 3 + 2
+    assert client.create(model="m", input=history, tools=tools).output_text == "Done."
+    assert_one_chain(calls_of(gateway, attempt))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropic_turns_continue_with_the_sampled_tokens(gateway, stream):
+    attempt = gateway.attempt()
+    say(gateway, PARALLEL, "Done.")
+    client = anthropic.Anthropic(
+        base_url=f"{gateway.url}/rollout/{attempt}", api_key="secret", max_retries=0
+    )
+    function = TOOLS[0]["function"]
+    tools = [{"name": function["name"], "input_schema": function["parameters"]}]
+    asked = {"model": "m", "max_tokens": 90, "messages": HELLO, "tools": tools}
+    if stream:
+        with client.messages.stream(**asked) as events:
+            first = events.get_final_message()
+    else:
+        first = client.messages.create(**asked)
+    assert first.stop_reason == "tool_use"
+    used = [block for block in first.content if block.type == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": "a.txt"}
+        for block in reversed(used)
+    ]
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in first.content]},
+        {"role": "user", "content": results},
+    ]
+    assert client.messages.count_tokens(model="m", messages=HELLO).input_tokens > 0
+    second = client.messages.create(**asked | {"messages": history})
+    assert second.content[0].text == "Done."
+    calls = calls_of(gateway, attempt)
+    assert_one_chain(calls)
+    assert second.usage.input_tokens == len(calls[1].prompt)
+
+
+def test_a_turn_that_was_cut_gets_closing_tokens_that_nobody_sampled(gateway):
+    attempt = gateway.attempt()
+    say(gateway, "A long story", "More.")
+    client = gateway.client(attempt).chat.completions
+    cut = client.create(model="m", messages=HELLO, max_tokens=6)
+    assert cut.choices[0].finish_reason == "length"
+    said = {"role": "assistant", "content": cut.choices[0].message.content}
+    client.create(model="m", messages=[*HELLO, said, {"role": "user", "content": "go on"}])
+    calls = calls_of(gateway, attempt)
+    assert_one_chain(calls)
+    added = calls[1].prompt[len(calls[0].full) :]
+    assert gateway.tokenizer.decode(added.tolist()).startswith(
+        "<|im_end|>\n<|im_start|>user\ngo on"
+    )
+
+
+def test_an_edited_history_is_a_named_branch(gateway):
+    attempt = gateway.attempt()
+    say(gateway, "One.", "Two.", "Three.")
+    client = gateway.client(attempt).chat.completions
+    more = {"role": "user", "content": "more"}
+    history = [*HELLO]
+    for _ in range(2):
+        reply = client.create(model="m", messages=history).choices[0].message
+        history += [{"role": "assistant", "content": reply.content}, more]
+    client.create(model="m", messages=[{"role": "user", "content": "changed"}, *history[1:]])
+    calls = calls_of(gateway, attempt)
+    assert calls[2].branch is Branch.EDITED
+    assert len(forest.branches(calls)) == 2
+
+
+def test_a_client_that_lost_its_connection_gets_the_same_answer_again(gateway):
+    attempt = gateway.attempt()
+    say(gateway, "first", "second", seconds=2.0)
+    body = {"model": "m", "messages": HELLO}
+    url = f"{gateway.url}/rollout/{attempt}/v1/chat/completions"
+    key = {"authorization": "Bearer secret"}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json=body, headers=key, timeout=0.7)
+    time.sleep(0.3)  # the gateway notices that nobody listens
+    reply = httpx.post(url, json={**body, "stream": False}, headers=key, timeout=30)
+    assert reply.json()["choices"][0]["message"]["content"] == "first"
+    assert len(calls_of(gateway, attempt)) == 1
+    # Its retry header says that the answer did not arrive; without one it is a new sample.
+    again = httpx.post(url, json=body, headers=key | {"x-stainless-retry-count": "1"}, timeout=30)
+    assert again.json()["id"] == reply.json()["id"]
+    other = httpx.post(url, json=body, headers=key, timeout=30)
+    assert other.json()["choices"][0]["message"]["content"] == "second"
+    assert len(calls_of(gateway, attempt)) == 2
+
+
+def test_a_stream_that_is_slow_to_come_sends_signs_of_life_first(gateway):
+    attempt = gateway.attempt()
+    say(gateway, "slow", seconds=6.5)
+    started = time.monotonic()
+    arrivals = []
+    with gateway.client(attempt).chat.completions.stream(model="m", messages=HELLO) as events:
+        for event in events:
+            if event.type == "chunk":
+                arrivals.append(time.monotonic() - started)
+        said = events.get_final_completion().choices[0].message.content
+    assert said == "slow"
+    assert arrivals[0] < 6 < arrivals[-1]
+    assert len(calls_of(gateway, attempt)) == 1
+
+
+def test_a_closed_gate_holds_calls_and_then_asks_to_come_back(gateway):
+    attempt = gateway.attempt()
+    say(gateway, "after the pause")
+    ray.get(gateway.store.close_gate.remote())
+    started = time.monotonic()
+    refused = gateway.post(attempt, {"messages": HELLO})
+    assert HOLD_S <= time.monotonic() - started < HOLD_S + 5
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "20")
+    timer = threading.Timer(0.7, lambda: ray.get(gateway.store.open_gate.remote()))
+    timer.start()
+    answered = gateway.post(attempt, {"messages": HELLO})
+    timer.join()
+    assert answered.json()["choices"][0]["message"]["content"] == "after the pause"
+    assert len(calls_of(gateway, attempt)) == 1
+
+
+def test_side_calls_and_constrained_calls_are_marked(gateway):
+    attempt = gateway.attempt()
+    say(gateway, "A title", '{"a": 1}', '[{"name": "bash", "parameters": {"command": "ls"}}]')
+    client = gateway.client(attempt).chat.completions
+    title = [{"role": "system", "content": "You are a title generator."}, *HELLO]
+    client.create(model="m", messages=title)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    client.create(model="m", messages=HELLO, response_format=form)
+    forced = client.create(model="m", messages=HELLO, tools=TOOLS, tool_choice="required")
+    assert forced.choices[0].message.tool_calls[0].function.name == "bash"
+    calls = calls_of(gateway, attempt)
+    assert [call.side for call in calls] == [SideCall.TITLE, None, None]
+    assert [call.constrained for call in calls] == [False, True, True]
+    constraints = ray.get(gateway.engines[0].constraints.remote())
+    assert constraints[0] is None
+    assert constraints[1].json == schema
+    assert constraints[2].json is not None
+
+
+def test_a_malformed_tool_call_comes_back_as_the_text_it_is(gateway):
+    attempt = gateway.attempt()
+    broken = '<tool_call>\n{"name": "bash", "argum</tool_call>'
+    say(gateway, broken)
+    reply = gateway.client(attempt).chat.completions.create(model="m", messages=HELLO, tools=TOOLS)
+    assert not reply.choices[0].message.tool_calls
+    assert reply.choices[0].message.content == broken
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/messages", {"messages": HELLO}),
+        ("v1/messages", {"messages": [{"role": "user", "content": 1}], "max_tokens": 5}),
+        ("v1/messages", {"messages": [{"role": "user", "content": "x" * 700}], "max_tokens": 5}),
+        ("v1/responses", {"input": [{"role": "user", "content": {}}]}),
+        ("v1/responses", {"input": "hi", "previous_response_id": "resp_1"}),
+    ],
+)
+def test_bad_bodies_of_the_other_protocols_are_a_400_in_their_shape(gateway, path, body):
+    reply = httpx.post(
+        f"{gateway.url}/rollout/{gateway.attempt()}/{path}",
+        json=body,
+        headers={"x-api-key": "secret"},
+    )
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["message"]
+    assert (reply.json().get("type") == "error") == (path == "v1/messages")
+
+
+def test_a_cancelled_generation_stops_in_the_engine(gateway):
+    say(gateway, "never", seconds=30)
+
+    async def start_and_cancel():
+        pool = EnginePool(gateway.engines)
+        asked = pool.generate("r", np.array([1], np.int32), temperature=1.0, max_tokens=5)
+        running = asyncio.ensure_future(asked)
+        await asyncio.sleep(1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(start_and_cancel())
+    deadline = time.monotonic() + 10
+    while not ray.get(gateway.engines[0].cancelled.remote()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_generation_that_nobody_listens_to_ends_in_time_and_not_before():
+    async def scenario():
+        done = asyncio.Event()
+
+        async def make() -> Answer:
+            await done.wait()
+            return Answer(Head("c", 0, 1), (), Usage(1, 0))
+
+        async def listen(making):
+            async with making.listening():
+                return await making.answer()
+
+        answers, detached = Answers(), []
+        making = answers.start("a", "r", Head("c", 0, 1), make(), lambda: detached.append(1))
+        making.detached_s = 0.2
+        first, second = (asyncio.ensure_future(listen(making)) for _ in range(2))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        await asyncio.sleep(0.3)
+        assert not making.task.done()  # the second one still listens
+        second.cancel()
+        await asyncio.sleep(0.05)
+        assert detached == [1]
+        third = asyncio.ensure_future(listen(answers.find("a", "r")))  # it came back in time
+        await asyncio.sleep(0.3)
+        assert not making.task.done()
+        third.cancel()
+        await asyncio.sleep(0.4)
+        assert making.task.cancelled()
+        assert answers.find("a", "r") is None
+
+    asyncio.run(scenario())
+
+
+def test_finish_reasons_are_kept(gateway):
+    attempt = gateway.attempt()
+    say(gateway, "x")
+    gateway.client(attempt).chat.completions.create(model="m", messages=HELLO)
+    assert calls_of(gateway, attempt)[0].turn.finish_reason is FinishReason.STOP
