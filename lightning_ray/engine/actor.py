@@ -245,6 +245,10 @@ class EngineActor:
         if self._on_gpu:
             arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
             arguments["enable_sleep_mode"] = True
+        else:
+            # The smallest that vLLM's CPU attention likes. Its default, 128, is longer than the
+            # prompts of small models, of which the prefix cache would then hold nothing.
+            arguments["block_size"] = 32
         if config.engine.tensor_parallel == 1:
             arguments["distributed_executor_backend"] = "uni"
         try:
