@@ -65,7 +65,7 @@ class ScriptedEngine:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-        self._script, self._seconds = script, seconds
+        self._script, self._seconds, self._side = script, seconds, ""
         self._prompts: list[list[int]] = []
         self._constraints: list[Any] = []
         self._cancelled = 0
@@ -79,8 +79,10 @@ class ScriptedEngine:
         stop: tuple[str, ...] = (),
         constraint: Any = None,
     ) -> Generation:
-        text = self._script[min(len(self._prompts), len(self._script) - 1)]
-        self._prompts.append(prompt.tolist())
+        text = self._side
+        if not text or "# Tools" in self._tokenizer.decode(prompt[:40].tolist()):
+            text = self._script[min(len(self._prompts), len(self._script) - 1)]
+            self._prompts.append(prompt.tolist())
         self._constraints.append(constraint)
         try:
             await asyncio.sleep(self._seconds)
@@ -100,8 +102,13 @@ class ScriptedEngine:
 
     async def script(self, texts: list[str], seconds: float = 0.0) -> None:
         """From here on these texts are said, each after so many seconds."""
-        self._script, self._seconds = texts, seconds
+        self._script, self._seconds, self._side = texts, seconds, ""
         self._prompts, self._constraints, self._cancelled = [], [], 0
+
+    async def script_by_tools(self, texts: list[str], side: str) -> None:
+        """Like `script`, and calls whose prompt offers no tools are answered with `side`."""
+        await self.script(texts)
+        self._side = side
 
     async def prompts(self) -> list[list[int]]:
         return self._prompts

@@ -1,5 +1,6 @@
 """Whose key is it? A harness key makes model calls for its own attempt while that attempt lives,
-and nothing else; a grader key posts the reward of one rollout.
+and nothing else; a grader key posts the reward of one rollout; the operator's key opens the
+operator API.
 
 Invariants: keys are compared in constant time and as hashes; no key, nor part of one, is in an
 error.
@@ -26,7 +27,7 @@ def key_of(headers: Mapping[str, str]) -> str:
     if not key:
         raise ApiError(
             401,
-            "No key: send the attempt's key as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+            "No key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
             code="missing_api_key",
         )
     return key
@@ -56,3 +57,9 @@ def check_grader(expected: str, key: str) -> None:
     """Raises `ApiError` (401) unless `key` is the rollout's grader key `expected`."""
     if not hmac.compare_digest(hash_key(expected), hash_key(key)):
         raise ApiError(401, "This key may not post this reward.", code="invalid_api_key")
+
+
+def check_operator(expected: str, key: str) -> None:
+    """Raises `ApiError` (401) unless `key` is the operator's key `expected`."""
+    if not hmac.compare_digest(hash_key(expected), hash_key(key)):
+        raise ApiError(401, "This is not the operator's key.", code="invalid_api_key")

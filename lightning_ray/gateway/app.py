@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, StreamingResponse
+from pydantic import BaseModel
 from ray import serve
 from starlette.exceptions import HTTPException
 
@@ -25,9 +28,22 @@ from lightning_ray.gateway.dialects import (
     openai_responses,
 )
 from lightning_ray.gateway.errors import ApiError
-from lightning_ray.gateway.operator import Operator
+from lightning_ray.gateway.operator import Operator, invalid
 from lightning_ray.gateway.render import Renderer
 from lightning_ray.gateway.service import Service
+from lightning_ray.views import (
+    CallPage,
+    CallQuery,
+    Created,
+    Event,
+    EventPage,
+    NewEvent,
+    NewRollout,
+    PageQuery,
+    RolloutDetail,
+    RolloutPage,
+    RolloutQuery,
+)
 
 log = logging.getLogger("ray.serve")  # the only logger that Serve writes to the replica's file
 # Proxies in between must pass events on as they come.
@@ -48,6 +64,11 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     )
 
 
+@app.exception_handler(RequestValidationError)
+async def _bad_parameter(request: Request, error: RequestValidationError) -> Response:
+    return await _api_error(request, invalid(error.errors()[0]))
+
+
 @app.exception_handler(Exception)
 async def _bug(request: Request, error: Exception) -> Response:
     number = uuid.uuid4().hex[:12]
@@ -55,6 +76,14 @@ async def _bug(request: Request, error: Exception) -> Response:
     return await _api_error(
         request, ApiError(500, f"This is a bug in lightning_ray; see {number} in the log.")
     )
+
+
+def _takes(model: type[BaseModel]) -> dict[str, Any]:
+    """Describes a body in the OpenAPI document. FastAPI does not read it: it would read bodies of
+    any size, from anybody."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)  # they are in the answers' models too
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _refusal(dialect: Dialect, error: ApiError) -> Response:
@@ -68,7 +97,7 @@ class GatewayDeployment:
 
     def __init__(self, config: RunConfig, model_dir: str, engines: list[Any], store: Any) -> None:
         self._most_bytes = config.gateway.max_body_mib << 20
-        self._operator = Operator(store)
+        self._operator = Operator(config, store)
         self._service = Service(
             config, Renderer(model_dir, config.model), EnginePool(engines), store
         )
@@ -114,6 +143,47 @@ class GatewayDeployment:
     async def reward(self, rollout_id: str, request: Request) -> Response:
         body = await self._body(request)
         return ORJSONResponse(await self._operator.reward(rollout_id, request.headers, body))
+
+    # -- the operator API -----------------------------------------------------------------------
+
+    @app.get("/api/v1/rollouts")
+    async def list_rollouts(
+        self, request: Request, query: Annotated[RolloutQuery, Query()]
+    ) -> RolloutPage:
+        return await self._operator.rollouts(request.headers, query)
+
+    @app.post("/api/v1/rollouts", status_code=201, openapi_extra=_takes(NewRollout))
+    async def create_rollout(self, request: Request) -> Created:
+        return await self._operator.create(request.headers, partial(self._body, request))
+
+    @app.get("/api/v1/rollouts/{rollout_id}")
+    async def show_rollout(
+        self, rollout_id: str, request: Request, fields: bool = False
+    ) -> RolloutDetail:
+        return await self._operator.rollout(request.headers, rollout_id, fields)
+
+    @app.post("/api/v1/rollouts/{rollout_id}/cancel")
+    async def cancel_rollout(self, rollout_id: str, request: Request) -> RolloutDetail:
+        return await self._operator.cancel(request.headers, rollout_id)
+
+    @app.get("/api/v1/rollouts/{rollout_id}/calls")
+    async def list_calls(
+        self, rollout_id: str, request: Request, query: Annotated[CallQuery, Query()]
+    ) -> CallPage:
+        return await self._operator.calls(request.headers, rollout_id, query)
+
+    @app.get("/api/v1/rollouts/{rollout_id}/events")
+    async def list_events(
+        self, rollout_id: str, request: Request, query: Annotated[PageQuery, Query()]
+    ) -> EventPage:
+        return await self._operator.events(request.headers, rollout_id, query)
+
+    @app.post(
+        "/api/v1/rollouts/{rollout_id}/events", status_code=201, openapi_extra=_takes(NewEvent)
+    )
+    async def add_event(self, rollout_id: str, request: Request) -> Event:
+        body = partial(self._body, request)
+        return await self._operator.add_event(request.headers, rollout_id, body)
 
     @app.get("/healthz")
     async def health(self) -> Response:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ray.config import ModelSection
-from lightning_ray.gateway.dialects import ChatRequest
+from lightning_ray.gateway.dialects import PARTS, ChatRequest
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.records import Call, FinishReason, ToolCall, Turn
 
@@ -52,6 +52,7 @@ class Renderer:
         if (Path(model_dir) / "generation_config.json").exists():
             eos = GenerationConfig.from_pretrained(model_dir).eos_token_id or eos
         self._keep_reasoning = model.keep_reasoning
+        self._wants_parts = _wants_parts(self.tokenizer.chat_template)
         self.end_tokens = frozenset(eos if isinstance(eos, list) else [eos])
 
     def render(self, request: ChatRequest) -> np.ndarray:
@@ -84,9 +85,10 @@ class Renderer:
         if reasoning not in head and not self._keep_reasoning:
             return None
         tokens = self._tokens(closing + whole[len(head) :])
-        # A sample that ended by itself has the first token of the closing already.
-        if len(call.tokens) and call.tokens[-1] in self.end_tokens & {int(tokens[0])}:
-            tokens = tokens[1:]
+        # A sample that ended by itself has the closing's end token already.
+        if len(call.tokens) and call.tokens[-1] in self.end_tokens:
+            ends = np.flatnonzero(tokens[: len(self._tokens(closing))] == call.tokens[-1])
+            tokens = tokens[ends[0] + 1 :] if len(ends) else tokens
         return np.concatenate([call.full, tokens])
 
     def constraint(self, request: ChatRequest) -> Any:
@@ -164,7 +166,7 @@ class Renderer:
         def apply(messages: Sequence[dict[str, Any]]) -> str:
             return str(
                 self.tokenizer.apply_chat_template(
-                    messages,
+                    [_for_template(message, self._wants_parts) for message in messages],
                     tools=request.tools,
                     add_generation_prompt=to_be_continued,
                     tokenize=False,
@@ -191,3 +193,18 @@ class Renderer:
 
 def _as_user(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"role": "user"} if message["role"] == "system" else message
+
+
+def _for_template(message: dict[str, Any], wants_parts: bool) -> dict[str, Any]:
+    plain = {key: value for key, value in message.items() if key != PARTS}
+    if wants_parts:
+        texts = message.get(PARTS) or [message["content"]] * bool(message["content"])
+        plain["content"] = [{"type": "text", "text": text} for text in texts]
+    return plain
+
+
+def _wants_parts(template: str | None) -> bool:
+    """True if a chat template goes through the parts of a message's content; vLLM decides."""
+    from vllm.renderers.hf import _detect_content_format
+
+    return template is not None and _detect_content_format(template, default="string") == "openai"

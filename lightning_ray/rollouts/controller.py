@@ -5,14 +5,15 @@
 second task grades it. Whoever wants the results polls `next_finished`.
 
 Invariants: a rollout is in its final state in the store before it is handed out, and is handed out
-once, in order; only the hash of an attempt's key leaves this actor, except to the attempt itself; a
-lost worker or node is an outcome, while a failure of the store or of this code is raised by the
-next `next_finished`.
+once, in order; nothing starts after `shutdown`; only the hash of an attempt's key leaves this
+actor, except to the attempt itself; a lost worker or node is an outcome, while a failure of the
+store or of this code is raised by the next `next_finished`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import secrets
@@ -31,6 +32,7 @@ from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycl
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_attempt
 from lightning_ray.rollouts.process import Limits
 
+NAMESPACE = "lightning_ray"  # of Ray's actor names
 MODEL_NAME = "policy"  # what harnesses are told; the gateway serves one model and ignores the name
 _MAX_CONCURRENCY = 1000  # method calls at a time; a long poll must not hold up the others
 _SHUTDOWN_S = 30  # a cancelled harness is dead within a second; a node that hangs is not waited for
@@ -42,7 +44,25 @@ _grade = ray.remote(max_retries=0)(grade)
 def start(config: RunConfig, store: Any, gateway_url: str) -> Any:
     """Starts the controller; returns its actor handle."""
     actor = ray.remote(num_cpus=0, max_concurrency=_MAX_CONCURRENCY)(RolloutController)
-    return actor.remote(config, store, gateway_url)
+    named = actor.options(name=_name(config), namespace=NAMESPACE)
+    return named.remote(config, store, gateway_url)
+
+
+def find(config: RunConfig) -> Any:
+    """The handle of the run's controller.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return ray.get_actor(_name(config), namespace=NAMESPACE)
+
+
+def _name(config: RunConfig) -> str:
+    return f"controller of {config.run_dir}"
+
+
+class ControllerStopped(Exception):
+    """The run is ending; it takes no more rollouts."""
 
 
 class RolloutController:
@@ -66,9 +86,16 @@ class RolloutController:
         self._ready: list[FinishedRollout] = []
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
+        self._closed = False
 
     async def submit(self, specs: list[RolloutSpec]) -> None:
-        """Queues rollouts; those that are known are left alone."""
+        """Queues rollouts; those that are known are left alone.
+
+        Raises:
+            ControllerStopped: after `shutdown`.
+        """
+        if self._closed:
+            raise ControllerStopped("the run is ending and takes no more rollouts")
         attempts = await self._store.create_rollouts.remote(specs) or {}
         for spec in specs:
             self._life.submit(spec, time.time(), attempts.get(spec.rollout_id, 0))
@@ -91,14 +118,23 @@ class RolloutController:
     async def status(self) -> ControllerStatus:
         return self._life.status()
 
-    async def cancel(self, rollout_ids: list[str]) -> None:
-        """Ends rollouts that are not over; their harnesses are killed."""
-        self._stop(self._life.cancel(rollout_ids, time.time()))
+    async def cancel(self, rollout_ids: list[str]) -> list[str]:
+        """Ends rollouts that are not over and waits until their harnesses are dead; returns which
+        they were."""
+        live = set(self._life.live)
+        attempts = self._life.cancel(rollout_ids, time.time())
+        working = [self._refs[attempt] for attempt in attempts if attempt in self._refs]
+        self._stop(attempts)
         await self._publish()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*working, return_exceptions=True), _SHUTDOWN_S)
+        return [rollout_id for rollout_id in rollout_ids if rollout_id in live]
 
     async def shutdown(self) -> None:
         """Cancels everything and waits until the harnesses are dead."""
-        await self.cancel(self._life.live)
+        self._closed = True
+        self._stop(self._life.cancel(self._life.live, time.time()))
+        await self._publish()
         if self._work:
             _, late = await asyncio.wait(self._work, timeout=_SHUTDOWN_S)
             for task in late:

@@ -19,10 +19,20 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from lightning_ray.records import Call, FinishedRollout, Outcome, Reward, RolloutSpec
+from lightning_ray.records import Call, FinishedRollout, Json, Outcome, Reward, RolloutSpec
 from lightning_ray.store.claims import Claims, Opening, Verdict
 from lightning_ray.store.errors import StoreError
 from lightning_ray.store.rollouts import AttemptInfo, AttemptSummary, RolloutStore
+from lightning_ray.views import (
+    CallPage,
+    CallQuery,
+    Event,
+    EventPage,
+    PageQuery,
+    RolloutDetail,
+    RolloutPage,
+    RolloutQuery,
+)
 
 # Calls in one commit: bounds the latency of the first of them, not the throughput.
 MOST_CALLS_PER_COMMIT = 512
@@ -177,11 +187,37 @@ class StoreActor:
     async def grader_key(self, rollout_id: str) -> str:
         return self._store.grader_key(rollout_id)
 
+    async def operator_key(self) -> str:
+        return self._store.operator_key()
+
     async def calls(self, attempt_id: str) -> list[Call]:
         return await self._run(self._store.calls, attempt_id)
 
     async def texts(self, attempt_id: str) -> list[str]:
         return await self._run(self._store.texts, attempt_id)
+
+    # -- the operator's side: see `Queries` -----------------------------------------------------
+
+    async def list_rollouts(self, query: RolloutQuery) -> RolloutPage:
+        return await self._run(self._store.queries.rollouts, query)
+
+    async def show_rollout(self, rollout_id: str, with_fields: bool) -> RolloutDetail | None:
+        return await self._run(self._store.queries.rollout, rollout_id, with_fields)
+
+    async def list_calls(self, rollout_id: str, query: CallQuery) -> CallPage | None:
+        return await self._run(self._store.queries.calls, rollout_id, query)
+
+    async def add_event(
+        self, event_id: str, rollout_id: str, kind: str, data: Json, time: float
+    ) -> Event | None:
+        return await self._run(
+            self._store.queries.add_event, event_id, rollout_id, kind, data, time
+        )
+
+    async def list_events(self, rollout_id: str, query: PageQuery) -> EventPage | None:
+        return await self._run(self._store.queries.events, rollout_id, query)
+
+    # -------------------------------------------------------------------------------------------
 
     async def torn_bytes(self) -> int:
         return self._store.torn_bytes

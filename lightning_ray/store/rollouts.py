@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import hashlib
-import hmac
 import json
 import os
-import secrets
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -51,7 +48,9 @@ from lightning_ray.store.errors import (
     StoreLocked,
     UnknownAttempt,
 )
+from lightning_ray.store.keys import Keys
 from lightning_ray.store.log import SEGMENT_BYTES, CallLog
+from lightning_ray.store.queries import Queries
 
 _TABLES = """
 create table if not exists rollouts (
@@ -119,7 +118,8 @@ class RolloutStore:
         # The calls of live attempts with their full token sequences, to find a new call's parent.
         self._live: dict[str, list[tuple[Call, np.ndarray]]] = {}
         self._reindex()
-        self._secret = self._load_secret()
+        self._keys = Keys(directory)
+        self.queries = Queries(self._db, self.calls)
 
     # -- rollouts and attempts ------------------------------------------------------------------
 
@@ -131,14 +131,7 @@ class RolloutStore:
                 "insert or ignore into rollouts (rollout_id, group_id, split, "
                 "step, task, state) values (?,?,?,?,?,?)",
                 [
-                    (
-                        s.rollout_id,
-                        s.group_id,
-                        s.split,
-                        s.step,
-                        json.dumps(dataclasses.asdict(s.task)),
-                        "queued",
-                    )
+                    (s.rollout_id, s.group_id, s.split, s.step, json.dumps(vars(s.task)), "queued")
                     for s in specs
                 ],
             )
@@ -264,7 +257,11 @@ class RolloutStore:
 
     def grader_key(self, rollout_id: str) -> str:
         """The key with which a grader may post this rollout's reward, and nothing else."""
-        return hmac.new(self._secret, f"grader:{rollout_id}".encode(), hashlib.sha256).hexdigest()
+        return self._keys.grader(rollout_id)
+
+    def operator_key(self) -> str:
+        """The key of the operator API."""
+        return self._keys.operator()
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -375,26 +372,10 @@ class RolloutStore:
         for segment, ordinal, batch in self._log.open_batches():
             rows = batch.select(["call_id", "attempt_id", "seq", "tokens"]).to_pylist()
             self._index(
-                (
-                    r["call_id"],
-                    r["attempt_id"],
-                    r["seq"],
-                    len(r["tokens"]),
-                    segment,
-                    ordinal,
-                    number,
-                )
-                for number, r in enumerate(rows)
+                (r["call_id"], r["attempt_id"], r["seq"], len(r["tokens"]), segment, ordinal, row)
+                for row, r in enumerate(rows)
             )
         self._db.commit()
-
-    def _load_secret(self) -> bytes:
-        path = self.directory / "grader.key"
-        if not path.exists():
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(fd, "w") as file:
-                file.write(secrets.token_hex(32))
-        return bytes.fromhex(path.read_text())
 
     def _select(self, sql: str, values: Sequence[str]) -> list[tuple]:
         """Runs a query with an `in (%s)` list of any length (SQLite takes 32,766 variables at

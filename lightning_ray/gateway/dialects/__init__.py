@@ -15,6 +15,9 @@ from typing import Any, Protocol
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.records import FinishReason, Turn
 
+# Key of a message whose content came in several parts: their texts. Some templates want them apart.
+PARTS = "content_parts"
+
 
 @dataclass(frozen=True)
 class ChatRequest:
@@ -113,4 +116,4 @@ class Dialect(Protocol):
         ...
 
 
-__all__ = ["Answer", "ChatRequest", "Dialect", "FinishReason", "Head", "Usage"]
+__all__ = ["PARTS", "Answer", "ChatRequest", "Dialect", "FinishReason", "Head", "Usage"]

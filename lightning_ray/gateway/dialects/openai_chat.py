@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from lightning_ray.gateway.dialects import Answer, ChatRequest, Head, Usage
+from lightning_ray.gateway.dialects import PARTS, Answer, ChatRequest, Head, Usage
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.records import FinishReason, Turn
 
@@ -266,6 +266,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         "role": "system" if role == "developer" else role,
         "content": text_of(message.get("content"), f"{where}.content"),
     }
+    content = message.get("content")
+    if isinstance(content, list) and len(content) > 1:
+        normal[PARTS] = [text_of([part], f"{where}.content") for part in content]
     for key in ("name", "tool_call_id", "reasoning_content"):
         value = message.get(key)
         if isinstance(value, str):

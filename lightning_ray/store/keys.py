@@ -1,0 +1,44 @@
+"""The keys that are derived from a store's secret: graders' and the operator's.
+
+The secret is `grader.key` in the store's folder. The operator's key also lies in `operator.key`
+next to that folder, for whoever may read the run directory. Both files are 0600.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+
+class Keys:
+    """The keys of the store in `directory`; the secret is made if there is none."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "grader.key"
+        if not path.exists():
+            _write_private(path, secrets.token_hex(32))
+        self._secret = bytes.fromhex(path.read_text())
+        _write_private(directory.parent / "operator.key", self.operator())
+
+    def grader(self, rollout_id: str) -> str:
+        """Posts the reward of this rollout, and nothing else."""
+        return self._derive(f"grader:{rollout_id}")
+
+    def operator(self) -> str:
+        """Opens the operator API."""
+        return self._derive("operator")
+
+    def _derive(self, purpose: str) -> str:
+        return hmac.new(self._secret, purpose.encode(), hashlib.sha256).hexdigest()
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Writes a file, whole, that only its owner may read."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,150 @@
+"""Real harnesses, installed from their registries and unchanged, against a real gateway.
+
+The policy is scripted at the engine: its first turn makes two parallel tool calls, its second ends
+the work. Everything above the engine is real. Asserted is what was recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from support import Running
+
+from lightning_ray.gateway import deploy
+from lightning_ray.records import Branch, Outcome, Task
+from lightning_ray.rollouts import harness, local
+from lightning_ray.rollouts.process import Limits
+from lightning_ray.samples import rows
+
+# A byte is a token here, and these prompts are long.
+CONTEXT_TOKENS = 400_000
+MINI_END = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, the name and the argument of its shell tool, and how it is told to end."""
+
+    recipe: str
+    tool: str
+    argument: str
+    dialect: str
+    args: tuple[str, ...] = ()
+    extra: tuple[tuple[str, str], ...] = ()
+    end: str = ""
+
+    @property
+    def script(self) -> list[str]:
+        first = "I will work.\n" + self.call("echo one > one.txt") + self.call("cat task.txt")
+        return [first, self.call(self.end) if self.end else "All done."]
+
+    def call(self, command: str) -> str:
+        arguments = {self.argument: command, **dict(self.extra)}
+        call = json.dumps({"name": self.tool, "arguments": arguments})
+        return f"<tool_call>\n{call}\n</tool_call>\n"
+
+
+CHAT, RESPONSES, MESSAGES = "openai_chat", "openai_responses", "anthropic_messages"
+CASES = {
+    "mini-swe-agent": Case("mini-swe-agent", "bash", "command", CHAT, end=MINI_END),
+    "mini-swe-agent-responses": Case(
+        "mini-swe-agent", "bash", "command", RESPONSES, ("--model-class=litellm_response",),
+        end=MINI_END,
+    ),
+    "claude-code": Case("claude-code", "Bash", "command", MESSAGES),
+    "codex": Case("codex", "exec_command", "cmd", RESPONSES),
+    "opencode": Case(
+        "opencode", "bash", "command", CHAT, extra=(("description", "works"),)
+    ),
+    "qwen-code": Case(
+        "qwen-code", "run_shell_command", "command", CHAT, extra=(("is_background", "false"),)
+    ),
+}  # fmt: skip
+# One harness per protocol in the fast suite.
+FAST = ("mini-swe-agent", "mini-swe-agent-responses", "claude-code")
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory):
+    running = Running(
+        tmp_path_factory.mktemp("gateway"),
+        [["unset"]],
+        f"model.max_model_len={CONTEXT_TOKENS}",
+        "sampling.max_tokens=4000",
+    )
+    running.start()
+    yield running
+    deploy.stop()
+    ray.shutdown()
+
+
+def prepare(task: Task, workspace: Path) -> None:
+    (workspace / "task.txt").write_text("two\n")
+    for command in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "start"],
+    ):
+        subprocess.run(["git", *command], cwd=workspace, check=True)
+
+
+def collect(task: Task, workspace: Path) -> dict:
+    changed = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=workspace, capture_output=True, text=True, check=True
+    )
+    made = workspace / "one.txt"
+    return {"made": made.read_text() if made.exists() else None, "changed": changed.stdout}
+
+
+def attempt(gateway, case: Case, folder: Path) -> tuple[local.AttemptResult, list]:
+    recipe = harness.load(case.recipe, case.args)
+    if recipe.npm and shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    attempt_id = gateway.attempt()
+    result = local.run_attempt(
+        local.AttemptRequest(
+            attempt_id=attempt_id,
+            task=Task("t", "Create one.txt and read task.txt."),
+            recipe=recipe,
+            root_url=f"{gateway.url}/rollout/{attempt_id}",
+            model="policy",
+            context_tokens=CONTEXT_TOKENS,
+            limits=Limits(timeout_s=240, memory_mib=6000),
+            log_dir=folder / "log",
+            prepare="test_harnesses:prepare",
+            collect="test_harnesses:collect",
+            keep_workspaces=False,
+            api_key="secret",
+        )
+    )
+    return result, ray.get(gateway.store.calls.remote(attempt_id))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
+)
+def test_a_harness_works_unchanged_and_every_token_can_be_trained(gateway, tmp_path, name):
+    case = CASES[name]
+    ray.get(gateway.engines[0].script_by_tools.remote(case.script, "A title"))
+    result, calls = attempt(gateway, case, tmp_path)
+    log = (tmp_path / "log" / "harness.log").read_text()[-3000:]
+    assert result.outcome is Outcome.COMPLETED, (result.detail, log)
+    assert result.result == {"made": "one\n", "changed": "?? one.txt\n"}, log
+    main = [call for call in calls if call.side is None]
+    assert {call.dialect for call in calls} == {case.dialect}
+    assert [call.branch for call in main] == [Branch.ROOT, Branch.CONTINUED], log
+    assert [call.text for call in main] == case.script
+    for before, after in pairwise(main):
+        assert np.array_equal(after.prompt[: len(before.full)], before.full)
+    made, fates = rows.rows("r", calls, max_tokens=CONTEXT_TOKENS)
+    assert len(made) == 1
+    assert fates[rows.Fate.TRAINED] == sum(len(call.tokens) for call in main)
+    assert fates.total() == sum(len(call.tokens) for call in calls)
