@@ -59,7 +59,7 @@ class NewRollout(BaseModel):
     statement: str = Field(min_length=1)
     fields: Json = {}
     split: Split = Split.TRAIN
-    step: _Number = 0
+    step: int = Field(0, ge=0, lt=2**31)
 
 
 class NewEvent(BaseModel):

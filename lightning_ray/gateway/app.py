@@ -48,7 +48,11 @@ from lightning_ray.views import (
 log = logging.getLogger("ray.serve")  # the only logger that Serve writes to the replica's file
 # Proxies in between must pass events on as they come.
 _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-app = FastAPI(title="lightning_ray gateway", docs_url=None, redoc_url=None)
+# For the OpenAPI document, in place of FastAPI's own 422.
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "Refused: an error in the shape of the route's protocol."}
+}
+app = FastAPI(title="lightning_ray gateway", docs_url=None, redoc_url=None, responses=_REFUSALS)
 
 
 @app.exception_handler(ApiError)

@@ -32,8 +32,11 @@ class Memory:
     has_tools: bool = False
 
     def learn(self, calls: list[Call]) -> None:
-        """Adds those calls that are not known yet."""
-        self.calls += [call for call in calls if call.seq >= len(self.calls)]
+        """Adds those calls that follow the known ones; the others are known, or will be told again
+        after those before them."""
+        for call in calls:
+            if call.seq == len(self.calls):
+                self.calls.append(call)
 
 
 @dataclass(frozen=True)

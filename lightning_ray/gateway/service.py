@@ -15,6 +15,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -28,8 +29,10 @@ from lightning_ray.gateway.inflight import Answers, InFlight
 from lightning_ray.gateway.planning import Memory, Plan, Planner
 from lightning_ray.gateway.render import Renderer
 from lightning_ray.records import Call
+from lightning_ray.store.actor import MOST_CALLS_PER_COMMIT, Asked
 from lightning_ray.store.claims import Opening, Verdict
 from lightning_ray.store.errors import AttemptOver
+from lightning_ray.store.grouping import Grouped
 
 log = logging.getLogger("ray.serve")  # the only logger that Serve writes to the replica's file
 
@@ -51,6 +54,12 @@ class Service:
     def __init__(self, config: RunConfig, renderer: Renderer, pool: EnginePool, store: Any) -> None:
         self._config, self._renderer, self._pool, self._store = config, renderer, pool, store
         self._planner = Planner(config, renderer)
+        self._open_call: Grouped[Asked, tuple[Opening | None, list[Call]]] = Grouped(
+            store.open_calls.remote, MOST_CALLS_PER_COMMIT
+        )
+        self._record: Grouped[tuple[list[Call], int], list[int]] = Grouped(
+            store.record_calls.remote, MOST_CALLS_PER_COMMIT
+        )
         self._replica = uuid.uuid4().hex
         self._answers = Answers()
         self._memories: OrderedDict[str, Memory] = OrderedDict()
@@ -132,8 +141,8 @@ class Service:
         """Passes the gate and claims the request, or finds whose answer it gets."""
         attempt_id = memory.attempt.attempt_id
         while True:
-            opening, calls = await self._store.open_call.remote(
-                attempt_id, fingerprint, self._replica, is_retry, len(memory.calls)
+            opening, calls = await self._open_call(
+                Asked(attempt_id, fingerprint, self._replica, is_retry, len(memory.calls))
             )
             if opening is None:
                 left = arrived + self._config.gateway.hold_s - time.monotonic()
@@ -191,7 +200,7 @@ class Service:
             calls = await asyncio.gather(
                 *[self._sample(dialect, request, memory, plan, i, fingerprint) for i in ids]
             )
-            await self._store.record_calls.remote(calls, claim_id)
+            seqs = await self._record((calls, claim_id))
         except BaseException as error:
             self._tell(self._store.drop_call.remote(attempt_id, claim_id))
             if isinstance(error, NoEngine):
@@ -200,6 +209,7 @@ class Service:
                     503, "No engine is available; try again.", code="no_engine"
                 ) from error
             raise
+        memory.learn([replace(call, seq=seq) for call, seq in zip(calls, seqs, strict=True)])
         return _answer(head, calls)
 
     async def _sample(

@@ -1,7 +1,7 @@
 """The Ray actor that owns a `RolloutStore`: durable answers, grouped commits.
 
 Every operation runs on one thread, in the order it arrived. Calls that arrive while an fsync is
-under way are written together by the next one (group commit). If the actor dies, Ray starts it
+under way are written together by the next one (`Grouped`). If the actor dies, Ray starts it
 again and it opens the same folder; what it had answered is on disk.
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lightning_ray.records import Call, FinishedRollout, Json, Outcome, Reward, RolloutSpec
 from lightning_ray.store.claims import Claims, Opening, Verdict
 from lightning_ray.store.errors import StoreError
+from lightning_ray.store.grouping import Grouped
 from lightning_ray.store.rollouts import AttemptInfo, AttemptSummary, RolloutStore
 from lightning_ray.views import (
     CallPage,
@@ -38,14 +41,27 @@ from lightning_ray.views import (
 MOST_CALLS_PER_COMMIT = 512
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A request that a gateway replica has. `request` is its fingerprint; the replica has the first
+    `known` calls of the attempt."""
+
+    attempt_id: str
+    request: str
+    replica: str
+    is_retry: bool
+    known: int
+
+
 class StoreActor:
     """Async face of a `RolloutStore`; see there for what each method does."""
 
     def __init__(self, directory: str) -> None:
         self._store = RolloutStore(Path(directory))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._pending: list[tuple[Call, asyncio.Future[int]]] = []
-        self._flushing: asyncio.Task[None] | None = None
+        self._append: Grouped[Call, int] = Grouped(
+            partial(self._run, self._store.append), MOST_CALLS_PER_COMMIT
+        )
         self._rewarded: dict[str, asyncio.Event] = {}
         self._claims = Claims()
         self._gate = asyncio.Event()
@@ -53,26 +69,40 @@ class StoreActor:
 
     # -- the gateway's side ---------------------------------------------------------------------
 
-    async def open_call(
-        self, attempt_id: str, request: str, replica: str, is_retry: bool, known: int
-    ) -> tuple[Opening | None, list[Call]]:
-        """What a gateway replica does with a request (None: the gate is closed), and the calls of
-        the attempt after the first `known` ones.
+    async def open_calls(
+        self, asked: list[Asked]
+    ) -> list[tuple[Opening | None, list[Call]] | StoreError]:
+        """What a gateway replica does with each request (None: the gate is closed), and the calls
+        of its attempt after the first `known` ones. Or UnknownAttempt, AttemptOver: there is none,
+        or it takes no more calls."""
+        live = await self._run(self._live, [request.attempt_id for request in asked])
+        return [
+            calls if isinstance(calls, StoreError) else self._open(request, calls)
+            for request, calls in zip(asked, live, strict=True)
+        ]
 
-        Raises:
-            UnknownAttempt, AttemptOver: there is none, or it takes no more calls.
-        """
-        calls = await self._run(self._store.live_calls, attempt_id)
+    def _live(self, attempt_ids: list[str]) -> list[list[Call] | StoreError]:
+        found: list[list[Call] | StoreError] = []
+        for attempt_id in attempt_ids:
+            try:
+                found.append(self._store.live_calls(attempt_id))
+            except StoreError as error:
+                found.append(error)
+        return found
+
+    def _open(self, asked: Asked, calls: list[Call]) -> tuple[Opening | None, list[Call]]:
         if not self._gate.is_set():
             return None, []
-        opening = self._claims.open(attempt_id, request, replica, is_retry, time.monotonic())
-        if is_retry and opening.verdict is Verdict.ANSWER:
+        opening = self._claims.open(
+            asked.attempt_id, asked.request, asked.replica, asked.is_retry, time.monotonic()
+        )
+        if asked.is_retry and opening.verdict is Verdict.ANSWER:
             # The claims are gone with an earlier life of this actor, the calls are not.
-            again = tuple(call.call_id for call in calls if call.request == request)
+            again = tuple(call.call_id for call in calls if call.request == asked.request)
             if again:
-                self._claims.recorded(attempt_id, opening.claim_id, again)
+                self._claims.recorded(asked.attempt_id, opening.claim_id, again)
                 opening = Opening(Verdict.REPLAY, opening.claim_id, again)
-        return opening, calls[known:]
+        return opening, calls[asked.known :]
 
     async def detach_call(self, attempt_id: str, claim_id: int) -> None:
         self._claims.detached(attempt_id, claim_id)
@@ -98,43 +128,19 @@ class StoreActor:
             return False
         return True
 
-    async def record_calls(self, calls: list[Call], claim_id: int = 0) -> list[int]:
-        """Returns the `seq`s of the calls, of one attempt, when they are on disk."""
-        recorded = list(await asyncio.gather(*map(self.record_call, calls)))
+    async def record_calls(
+        self, groups: list[tuple[list[Call], int]]
+    ) -> list[list[int] | BaseException]:
+        """Records the calls of several answers, each with its claim. For each answer the `seq`s of
+        its calls, which are on disk, or why not: the attempt is unknown or over (StoreError), or
+        the disk refused (OSError)."""
+        return await asyncio.gather(*starmap(self._record, groups), return_exceptions=True)
+
+    async def _record(self, calls: list[Call], claim_id: int) -> list[int]:
+        recorded = list(await asyncio.gather(*map(self._append, calls)))
         ids = tuple(call.call_id for call in calls)
         self._claims.recorded(calls[0].attempt_id, claim_id, ids)
         return recorded
-
-    async def record_call(self, call: Call) -> int:
-        """Returns the `seq` of the call when it is on disk.
-
-        Raises:
-            StoreError: the attempt is unknown or over.
-            OSError: the disk refused.
-        """
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._pending.append((call, done))
-        if self._flushing is None or self._flushing.done():
-            self._flushing = asyncio.create_task(self._flush())
-        return await done
-
-    async def _flush(self) -> None:
-        while self._pending:
-            batch = self._pending[:MOST_CALLS_PER_COMMIT]
-            del self._pending[: len(batch)]
-            try:
-                results: Sequence[int | Exception] = await self._run(
-                    self._store.append, [c for c, _ in batch]
-                )
-            except OSError as error:
-                results = [error] * len(batch)
-            for (_, done), result in zip(batch, results, strict=True):
-                if done.cancelled():
-                    continue
-                if isinstance(result, Exception):
-                    done.set_exception(result)
-                else:
-                    done.set_result(result)
 
     # -- the controller's and the driver's side -------------------------------------------------
 

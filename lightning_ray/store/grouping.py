@@ -20,7 +20,7 @@ class Grouped(Generic[Item, Result]):
     gets; what it raises, all of them get. At most `most` items go together."""
 
     def __init__(
-        self, send: Callable[[list[Item]], Awaitable[Sequence[Result | Exception]]], most: int
+        self, send: Callable[[list[Item]], Awaitable[Sequence[Result | BaseException]]], most: int
     ) -> None:
         self._send, self._most = send, most
         self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
@@ -37,7 +37,7 @@ class Grouped(Generic[Item, Result]):
         while self._waiting:
             group = self._waiting[: self._most]
             del self._waiting[: len(group)]
-            results: Sequence[Result | Exception]
+            results: Sequence[Result | BaseException]
             try:
                 results = await self._send([item for item, _ in group])
             except Exception as error:  # the waiters' to handle
@@ -45,7 +45,7 @@ class Grouped(Generic[Item, Result]):
             for (_, done), result in zip(group, results, strict=True):
                 if done.cancelled():
                     continue
-                if isinstance(result, Exception):
+                if isinstance(result, BaseException):
                     done.set_exception(result)
                 else:
                     done.set_result(result)
