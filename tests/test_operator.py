@@ -222,7 +222,7 @@ ROUTES = [
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_only_the_operators_key_opens_the_operator_api(gateway, method, path):
-    if ("GET", "/rollouts") == (method, path):
+    if (method, path) == ("GET", "/rollouts"):
         gateway.attempt(key="harness", rollout="mine")
     grader = ray.get(gateway.store.grader_key.remote("mine"))
     for key in ("harness", grader, "x", "é", ""):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ray.run.checkpoint import Checkpoints
+from lightning_ray.tasks.swe import embedded
 
 # Seconds for one run of the tiny model; four times what two busy cores need.
 PATIENCE = 600
@@ -102,6 +103,39 @@ def test_the_result_is_a_model_that_transformers_loads(killed_and_resumed):
     AutoModelForCausalLM.from_pretrained(run_dir / "model")
     assert (run_dir / "curves.png").exists()
     assert "python jobs/evaluate.py" in output
+
+
+@pytest.mark.slow
+def test_an_evaluation_reports_base_and_trained_weights_and_goes_on_where_it_was(
+    killed_and_resumed, tmp_path
+):
+    run_dir, _, _ = killed_and_resumed
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(
+        "".join(
+            json.dumps({"task_id": t.task_id, "statement": t.statement, **t.fields}) + "\n"
+            for t in embedded.validation()[:2]
+        )
+    )
+    evaluate = [
+        sys.executable,
+        "jobs/evaluate.py",
+        str(run_dir),
+        f"task.validation={tasks}",
+        "gateway.port=0",
+    ]
+    for _ in range(2):  # the second time every rollout is there already
+        done = subprocess.run(
+            evaluate,
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "95 % interval" in done.stdout
+    rollouts = sorted(path.name for path in (run_dir / "evaluations" / "rollouts").iterdir())
+    assert len(rollouts) == 4, rollouts
 
 
 def test_the_batches_are_a_ray_dataset(killed_and_resumed):

@@ -16,6 +16,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -38,6 +39,9 @@ log = logging.getLogger("ray.serve")  # the only logger that Serve writes to the
 
 # Attempts whose calls a replica remembers; a forgotten one is read from the store again.
 REMEMBERED_ATTEMPTS = 1024
+# Attempts, those that were not used for longest, of which a replica asks each second whether they
+# have ended: more than end in a second.
+ASKED_ATTEMPTS = 256
 # A generation that takes longer is streamed from here on: headers and keep-alive events go first.
 SILENCE_S = 5.0
 # Between two keep-alive events, in seconds. Clients give up after 120 s of silence and more.
@@ -314,9 +318,11 @@ class Service:
         task.add_done_callback(self._tasks.discard)
 
     async def _report_life(self) -> None:
-        """Keeps this replica's claims while it makes answers."""
+        """Keeps this replica's claims while it makes answers, and forgets attempts that ended."""
         while len(self._answers):
-            await self._store.replica_alive.remote(self._replica)
+            unused = list(islice(self._memories, ASKED_ATTEMPTS))
+            for ended in await self._store.replica_alive.remote(self._replica, unused):
+                self._memories.pop(ended, None)
             await asyncio.sleep(1.0)
 
 

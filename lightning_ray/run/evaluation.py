@@ -19,6 +19,8 @@ from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.run import data, ending
 from lightning_ray.run.stack import Stack, with_counts
 
+# In the run directory.
+FOLDER = "evaluations"
 # Version names of the two models; they are no steps of the run, only labels of its evaluation.
 BASE, TRAINED = PolicyVersion("base", 0), PolicyVersion("trained", 1)
 
@@ -33,7 +35,9 @@ def config_of(run_dir: Path, overrides: list[str]) -> RunConfig:
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
     if not (run_dir / "model" / "model.safetensors").exists():
         raise ConfigError(f"{run_dir} has no trained model yet: let the run finish first")
-    config = load(run_dir / "config.yaml", overrides)
+    # Wherever the run was made, its evaluation stays beside it.
+    place = f"run.dir={run_dir / FOLDER}"
+    config = load(run_dir / "config.yaml", [*overrides, place])
     if config.task.validation is None:
         raise ConfigError(f"the run in {run_dir} has no task.validation to evaluate on")
     return config
@@ -45,7 +49,7 @@ def evaluate(
     """The scores of the base model and of `run_dir`'s trained weights, `samples` rollouts a
     task."""
     tasks = data.load_tasks(str(config.task.validation), "task.validation")
-    stack = Stack(config, base_dir, run_dir / "evaluations")
+    stack = Stack(config, base_dir, config.run_dir)
     stack.pointer.parent.mkdir(parents=True, exist_ok=True)
     bundles = None
     try:

@@ -110,8 +110,14 @@ class StoreActor:
     async def drop_call(self, attempt_id: str, claim_id: int) -> None:
         self._claims.dropped(attempt_id, claim_id)
 
-    async def replica_alive(self, replica: str) -> None:
+    async def replica_alive(self, replica: str, attempt_ids: list[str]) -> list[str]:
+        """A sign of life of a gateway replica. Returns those of its attempts that have ended."""
         self._claims.alive(replica, time.monotonic())
+        return await self._run(self._ended, attempt_ids)
+
+    def _ended(self, attempt_ids: list[str]) -> list[str]:
+        known = [(attempt_id, self._store.attempt(attempt_id)) for attempt_id in attempt_ids]
+        return [attempt_id for attempt_id, attempt in known if not (attempt and attempt.live)]
 
     async def close_gate(self) -> None:
         """Model calls that arrive from here on are held."""
