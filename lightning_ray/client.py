@@ -2,7 +2,7 @@
 
 >>> from lightning_ray.client import Client  # doctest: +SKIP
 >>> key = Path("runs/my-run/operator.key").read_text()  # doctest: +SKIP
->>> with Client("http://127.0.0.1:8300", key) as client:  # doctest: +SKIP
+>>> with Client("http://127.0.0.1:8765", key) as client:  # doctest: +SKIP
 ...     rollout_id = client.create("mine-1", "What is 6 times 7?", {"answer": "42"})
 ...     for rollout in client.rollouts(state=RolloutState.RUNNING):
 ...         print(rollout.rollout_id, rollout.attempts)

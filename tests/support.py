@@ -58,17 +58,30 @@ def make_tokenizer(folder: Path) -> Any:
 
 
 class ScriptedEngine:
-    """An engine actor without a model: each call is answered with the next text of the script, the
-    last one again and again. Prompts are remembered."""
+    """An engine actor without a model. After `script`, calls are answered with one text after the
+    other, the last one again and again; after `play`, a call is answered with what its prompt asks
+    for. Prompts are remembered."""
 
-    def __init__(self, tokenizer_dir: str, script: list[str], seconds: float = 0.0) -> None:
+    def __init__(self, tokenizer_dir: str, texts: list[str], seconds: float = 0.0) -> None:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-        self._script, self._seconds, self._side = script, seconds, ""
+        self._scripts: dict[str, list[str]] = {}
+        self._forget(texts, seconds)
+
+    def _forget(self, texts: list[str], seconds: float) -> None:
+        self._texts, self._seconds = texts, seconds
         self._prompts: list[list[int]] = []
         self._constraints: list[Any] = []
         self._cancelled = 0
+
+    def _say(self, prompt: np.ndarray) -> str:
+        if not self._scripts:
+            return self._texts[min(len(self._prompts), len(self._texts) - 1)]
+        asked = self._tokenizer.decode(prompt.tolist())
+        script = next(texts for marker, texts in self._scripts.items() if marker in asked)
+        turn = asked.count("<|im_start|>assistant\n") - 1
+        return script[min(turn, len(script) - 1)]
 
     async def generate(
         self,
@@ -79,10 +92,8 @@ class ScriptedEngine:
         stop: tuple[str, ...] = (),
         constraint: Any = None,
     ) -> Generation:
-        text = self._side
-        if not text or "# Tools" in self._tokenizer.decode(prompt[:40].tolist()):
-            text = self._script[min(len(self._prompts), len(self._script) - 1)]
-            self._prompts.append(prompt.tolist())
+        text = self._say(prompt)
+        self._prompts.append(prompt.tolist())
         self._constraints.append(constraint)
         try:
             await asyncio.sleep(self._seconds)
@@ -102,13 +113,14 @@ class ScriptedEngine:
 
     async def script(self, texts: list[str], seconds: float = 0.0) -> None:
         """From here on these texts are said, each after so many seconds."""
-        self._script, self._seconds, self._side = texts, seconds, ""
-        self._prompts, self._constraints, self._cancelled = [], [], 0
+        self._scripts = {}
+        self._forget(texts, seconds)
 
-    async def script_by_tools(self, texts: list[str], side: str) -> None:
-        """Like `script`, and calls whose prompt offers no tools are answered with `side`."""
-        await self.script(texts)
-        self._side = side
+    async def play(self, scripts: dict[str, list[str]]) -> None:
+        """From here on turn n of a conversation is text n of the first script whose marker is in
+        the prompt."""
+        self._scripts = scripts
+        self._forget([], 0.0)
 
     async def prompts(self) -> list[list[int]]:
         return self._prompts

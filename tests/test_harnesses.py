@@ -7,9 +7,12 @@ the work. Everything above the engine is real. Asserted is what was recorded.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
 import subprocess
-from dataclasses import dataclass
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,17 +29,20 @@ from lightning_ray.samples import rows
 
 # A byte is a token here, and these prompts are long.
 CONTEXT_TOKENS = 400_000
+TITLE = "A title"
 MINI_END = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, the name and the argument of its shell tool, and how it is told to end."""
+    """A recipe, the name and the argument of its shell tool, what its prompt contains and no
+    other's, and how it is told to end."""
 
     recipe: str
     tool: str
     argument: str
     dialect: str
+    marker: str
     args: tuple[str, ...] = ()
     extra: tuple[tuple[str, str], ...] = ()
     end: str = ""
@@ -53,23 +59,27 @@ class Case:
 
 
 CHAT, RESPONSES, MESSAGES = "openai_chat", "openai_responses", "anthropic_messages"
+MINI = Case("mini-swe-agent", "bash", "command", CHAT, "COMPLETE_TASK_AND", end=MINI_END)
 CASES = {
-    "mini-swe-agent": Case("mini-swe-agent", "bash", "command", CHAT, end=MINI_END),
-    "mini-swe-agent-responses": Case(
-        "mini-swe-agent", "bash", "command", RESPONSES, ("--model-class=litellm_response",),
-        end=MINI_END,
+    "mini-swe-agent": MINI,
+    "mini-swe-agent-responses": replace(
+        MINI, dialect=RESPONSES, args=("--model-class=litellm_response",)
     ),
-    "claude-code": Case("claude-code", "Bash", "command", MESSAGES),
-    "codex": Case("codex", "exec_command", "cmd", RESPONSES),
+    "claude-code": Case("claude-code", "Bash", "command", MESSAGES, '"name": "Bash"'),
+    "codex": Case("codex", "exec_command", "cmd", RESPONSES, '"name": "exec_command"'),
     "opencode": Case(
-        "opencode", "bash", "command", CHAT, extra=(("description", "works"),)
+        "opencode", "bash", "command", CHAT, "opencode", extra=(("description", "works"),)
     ),
     "qwen-code": Case(
-        "qwen-code", "run_shell_command", "command", CHAT, extra=(("is_background", "false"),)
+        "qwen-code", "run_shell_command", "command", CHAT, '"name": "run_shell_command"',
+        extra=(("is_background", "false"),),
     ),
 }  # fmt: skip
+SCRIPTS = {"title generator": [TITLE], **{case.marker: case.script for case in CASES.values()}}
 # One harness per protocol in the fast suite.
 FAST = ("mini-swe-agent", "mini-swe-agent-responses", "claude-code")
+# Longer than any hold, so that the 503 path is used.
+PAUSE_S = 130.0
 
 
 @pytest.fixture(scope="module")
@@ -104,38 +114,30 @@ def collect(task: Task, workspace: Path) -> dict:
     return {"made": made.read_text() if made.exists() else None, "changed": changed.stdout}
 
 
-def attempt(gateway, case: Case, folder: Path) -> tuple[local.AttemptResult, list]:
+def request(gateway, name: str, folder: Path) -> local.AttemptRequest:
+    case = CASES[name]
     recipe = harness.load(case.recipe, case.args)
     if recipe.npm and shutil.which("npm") is None:
         pytest.skip("npm is not installed")
     attempt_id = gateway.attempt()
-    result = local.run_attempt(
-        local.AttemptRequest(
-            attempt_id=attempt_id,
-            task=Task("t", "Create one.txt and read task.txt."),
-            recipe=recipe,
-            root_url=f"{gateway.url}/rollout/{attempt_id}",
-            model="policy",
-            context_tokens=CONTEXT_TOKENS,
-            limits=Limits(timeout_s=240, memory_mib=6000),
-            log_dir=folder / "log",
-            prepare="test_harnesses:prepare",
-            collect="test_harnesses:collect",
-            keep_workspaces=False,
-            api_key="secret",
-        )
+    return local.AttemptRequest(
+        attempt_id=attempt_id,
+        task=Task("t", "Create one.txt and read task.txt."),
+        recipe=recipe,
+        root_url=f"{gateway.url}/rollout/{attempt_id}",
+        model="policy",
+        context_tokens=CONTEXT_TOKENS,
+        limits=Limits(timeout_s=240 + PAUSE_S, memory_mib=6000),
+        log_dir=folder / name,
+        prepare="test_harnesses:prepare",
+        collect="test_harnesses:collect",
+        keep_workspaces=False,
+        api_key="secret",
     )
-    return result, ray.get(gateway.store.calls.remote(attempt_id))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
-)
-def test_a_harness_works_unchanged_and_every_token_can_be_trained(gateway, tmp_path, name):
-    case = CASES[name]
-    ray.get(gateway.engines[0].script_by_tools.remote(case.script, "A title"))
-    result, calls = attempt(gateway, case, tmp_path)
-    log = (tmp_path / "log" / "harness.log").read_text()[-3000:]
+def check(case: Case, result: local.AttemptResult, calls: list, log: str) -> None:
+    """The work is done, and every call is recorded as one chain of trained tokens."""
     assert result.outcome is Outcome.COMPLETED, (result.detail, log)
     assert result.result == {"made": "one\n", "changed": "?? one.txt\n"}, log
     main = [call for call in calls if call.side is None]
@@ -148,3 +150,37 @@ def test_a_harness_works_unchanged_and_every_token_can_be_trained(gateway, tmp_p
     assert len(made) == 1
     assert fates[rows.Fate.TRAINED] == sum(len(call.tokens) for call in main)
     assert fates.total() == sum(len(call.tokens) for call in calls)
+
+
+def said(asked: local.AttemptRequest) -> str:
+    return (asked.log_dir / "harness.log").read_text()[-3000:]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
+)
+def test_a_harness_works_unchanged_and_every_token_can_be_trained(gateway, tmp_path, name):
+    ray.get(gateway.engines[0].play.remote(SCRIPTS))
+    asked = request(gateway, name, tmp_path)
+    result = local.run_attempt(asked)
+    calls = ray.get(gateway.store.calls.remote(asked.attempt_id))
+    check(CASES[name], result, calls, said(asked))
+
+
+@pytest.mark.slow
+def test_no_harness_notices_a_long_pause(gateway, tmp_path):
+    ray.get(gateway.engines[0].play.remote(SCRIPTS))
+    asked = {name: request(gateway, name, tmp_path) for name in CASES}
+    # Processes, since an attempt wants the main thread of one.
+    with ProcessPoolExecutor(len(asked), mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = {name: pool.submit(local.run_attempt, one) for name, one in asked.items()}
+        ids = [one.attempt_id for one in asked.values()]
+        while not any(ray.get([gateway.store.calls.remote(one) for one in ids])):
+            time.sleep(0.2)
+        ray.get(gateway.store.close_gate.remote())
+        time.sleep(PAUSE_S)
+        ray.get(gateway.store.open_gate.remote())
+        results = {name: future.result() for name, future in running.items()}
+    for name, one in asked.items():
+        calls = ray.get(gateway.store.calls.remote(one.attempt_id))
+        check(CASES[name], results[name], calls, said(one))

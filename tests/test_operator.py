@@ -188,6 +188,7 @@ def gateway(tmp_path_factory):
         f"task.grader_command={json.dumps([sys.executable, '-S', '-c', GRADER])}",
     )
     running.start()
+    running.attempt(key="harness", rollout="mine")
     yield running
     deploy.stop()
     ray.shutdown()
@@ -222,11 +223,9 @@ ROUTES = [
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_only_the_operators_key_opens_the_operator_api(gateway, method, path):
-    if (method, path) == ("GET", "/rollouts"):
-        gateway.attempt(key="harness", rollout="mine")
     grader = ray.get(gateway.store.grader_key.remote("mine"))
-    for key in ("harness", grader, "x", "é", ""):
-        headers = {"authorization": f"Bearer {key}".encode()}
+    for key in ("Bearer harness", f"Bearer {grader}", "Bearer é", "Basic eDp4", "x"):
+        headers = {"authorization": key.encode()}
         reply = httpx.request(method, f"{gateway.url}/api/v1{path}", headers=headers)
         assert reply.status_code == 401, (key, reply.text)
         assert reply.json()["error"]["type"] == "authentication_error"

@@ -105,7 +105,7 @@ def branch_of(
     if any(summary and summary in said for summary in summaries):
         return Branch.COMPACTED
     ours = _split(history)
-    if not {turn_digest(call.turn) for call in calls}.intersection(ours):
+    if not assistants or not {turn_digest(call.turn) for call in calls}.intersection(ours):
         return Branch.ROOT
     nearest = max(calls, key=lambda call: (_shared(history, call.history), call.seq))
     theirs = [*_split(nearest.history), turn_digest(nearest.turn)]

@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Any
 
 import orjson
+import ray
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.pool import EnginePool, NoEngine
@@ -97,6 +98,9 @@ class Service:
             return await self._deliver(dialect, request, making)
         except AttemptOver as error:
             raise ApiError(410, f"Attempt {attempt_id} has ended.", code="attempt_over") from error
+        except ray.exceptions.RayActorError as error:
+            log.warning("the store did not answer a call of %s: %s", attempt_id, error)
+            raise ApiError(503, "The store is starting again.", code="unavailable") from error
 
     async def count(
         self,
@@ -207,13 +211,12 @@ class Service:
             seqs = await self._record((calls, claim_id))
         except BaseException as error:
             self._tell(self._store.drop_call.remote(attempt_id, claim_id))
-            if isinstance(error, NoEngine):
+            if isinstance(error, NoEngine | OSError):
                 await self._store.record_fault.remote(attempt_id, 503)
-                raise ApiError(
-                    503, "No engine is available; try again.", code="no_engine"
-                ) from error
+                raise ApiError(503, f"Try again: {error}", code="unavailable") from error
+            if isinstance(error, ValueError):
+                raise ApiError(400, f"The engine refuses this request: {error}") from error
             raise
-        memory.learn([replace(call, seq=seq) for call, seq in zip(calls, seqs, strict=True)])
         return _answer(head, calls)
 
     async def _sample(

@@ -58,7 +58,8 @@ def find(config: RunConfig) -> Any:
 
 
 def _name(config: RunConfig) -> str:
-    return f"controller of {config.run_dir}"
+    # As configured: what a relative path means depends on the process.
+    return f"controller of {config.run.name} in {config.run.dir}"
 
 
 class ControllerStopped(Exception):
@@ -143,6 +144,8 @@ class RolloutController:
     # -- one attempt ----------------------------------------------------------------------------
 
     def _start_more(self) -> None:
+        if self._closed:
+            return
         for attempt in self._life.start(time.time()):
             task = asyncio.create_task(self._drive(attempt))
             self._work.add(task)
