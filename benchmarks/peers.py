@@ -15,10 +15,13 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+from fastapi import FastAPI, Request, Response
 
 SAID = "word " * 100
 REPLY = json.dumps(
@@ -80,14 +83,11 @@ class Upstream:
         await send({"type": "http.response.body", "body": body})
 
 
-def plain_proxy(upstream: str) -> Any:
+def plain_proxy(upstream: str) -> FastAPI:
     """The proxy that everybody writes first."""
-    from contextlib import asynccontextmanager
-
-    from fastapi import FastAPI, Request, Response
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> Any:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(limits=limits, timeout=300) as client:
             app.state.client = client

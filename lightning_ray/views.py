@@ -108,7 +108,8 @@ class AttemptView(BaseModel):
 
 
 class RolloutDetail(RolloutSummary):
-    """Everything about a rollout but its calls. `detail` says how it ended."""
+    """Everything about a rollout but its calls. `detail` says how it ended, `reward_source` how the
+    reward was posted (None: the run's own grader gave it, or there is none)."""
 
     statement: str
     fields: Json | None = None

@@ -80,7 +80,7 @@ class ScriptedEngine:
             return self._texts[min(len(self._prompts), len(self._texts) - 1)]
         asked = self._tokenizer.decode(prompt.tolist())
         script = next(texts for marker, texts in self._scripts.items() if marker in asked)
-        turn = asked.count("<|im_start|>assistant\n") - 1
+        turn = asked.count("<|im_start|>tool\n")
         return script[min(turn, len(script) - 1)]
 
     async def generate(

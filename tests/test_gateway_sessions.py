@@ -28,7 +28,13 @@ PARALLEL = f"I will look.\n{CALL}\n{CALL.replace('ls', 'pwd')}"
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory):
-    running = Running(tmp_path_factory.mktemp("gateway"), [["unset"]], f"gateway.hold_s={HOLD_S}")
+    running = Running(
+        tmp_path_factory.mktemp("gateway"),
+        [["unset"]],
+        f"gateway.hold_s={HOLD_S}",
+        "sampling.max_tokens=400",
+        "model.max_model_len=3000",
+    )
     running.start()
     yield running
     deploy.stop()
@@ -129,7 +135,7 @@ def test_anthropic_turns_continue_with_the_sampled_tokens(gateway, stream):
     )
     function = TOOLS[0]["function"]
     tools = [{"name": function["name"], "input_schema": function["parameters"]}]
-    asked = {"model": "m", "max_tokens": 90, "messages": HELLO, "tools": tools}
+    asked = {"model": "m", "max_tokens": 300, "messages": HELLO, "tools": tools}
     if stream:
         with client.messages.stream(**asked) as events:
             first = events.get_final_message()
@@ -238,7 +244,7 @@ def test_a_closed_gate_holds_calls_and_then_asks_to_come_back(gateway):
 
 def test_side_calls_and_constrained_calls_are_marked(gateway):
     attempt = gateway.attempt()
-    say(gateway, "A title", '{"a": 1}', '[{"name": "bash", "parameters": {"command": "ls"}}]')
+    say(gateway, "A title", '{"a": 1}', CALL)
     client = gateway.client(attempt).chat.completions
     title = [{"role": "system", "content": "You are a title generator."}, *HELLO]
     client.create(model="m", messages=title)
@@ -253,7 +259,7 @@ def test_side_calls_and_constrained_calls_are_marked(gateway):
     constraints = ray.get(gateway.engines[0].constraints.remote())
     assert constraints[0] is None
     assert constraints[1].json == schema
-    assert constraints[2].json is not None
+    assert "bash" in constraints[2].structural_tag  # vLLM's, in the format of the tool parser
 
 
 def test_a_malformed_tool_call_comes_back_as_the_text_it_is(gateway):
@@ -270,7 +276,7 @@ def test_a_malformed_tool_call_comes_back_as_the_text_it_is(gateway):
     [
         ("v1/messages", {"messages": HELLO}),
         ("v1/messages", {"messages": [{"role": "user", "content": 1}], "max_tokens": 5}),
-        ("v1/messages", {"messages": [{"role": "user", "content": "x" * 700}], "max_tokens": 5}),
+        ("v1/messages", {"messages": [{"role": "user", "content": "x" * 4000}], "max_tokens": 5}),
         ("v1/responses", {"input": [{"role": "user", "content": {}}]}),
         ("v1/responses", {"input": "hi", "previous_response_id": "resp_1"}),
     ],

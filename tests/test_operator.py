@@ -89,6 +89,7 @@ def test_a_rollout_shows_its_tries_and_its_end_but_no_key_and_no_fields(store: R
     store.end_attempt("r-a1", Outcome.TIMEOUT, "60 s", 4.0)
     reward = Reward(0.5, False, {"tests": 2.0})
     store.post_reward("r", reward, "post")
+    assert store.queries.rollout("r").reward == reward
     store.finish_rollout(
         FinishedRollout(
             spec, RolloutState.FINISHED, Outcome.TIMEOUT, "r-a1", 2, reward, "60 s", 1.0, 2.0, 3.0
@@ -105,6 +106,19 @@ def test_a_rollout_shows_its_tries_and_its_end_but_no_key_and_no_fields(store: R
     assert "a.txt" not in shown.model_dump_json()
     assert store.queries.rollout("r", with_fields=True).fields == {"file": "a.txt"}
     assert store.queries.rollout("nobody") is None
+
+
+def test_a_reward_of_the_runs_own_grader_is_shown_too(store: RolloutStore):
+    store.create_rollouts([make_spec()])
+    reward = Reward(1.0, True, {"tests": 3.0})
+    store.finish_rollout(
+        FinishedRollout(
+            make_spec(), RolloutState.FINISHED, Outcome.COMPLETED, "r-a0", 1, reward, "ok"
+        )
+    )
+    shown = store.queries.rollout("r")
+    assert (shown.reward, shown.reward_source) == (reward, None)
+    assert store.queries.rollouts(RolloutQuery()).rollouts[0].reward == reward
 
 
 def test_calls_come_in_pages_of_bounded_size(store: RolloutStore, monkeypatch):

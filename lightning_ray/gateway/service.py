@@ -217,6 +217,8 @@ class Service:
             if isinstance(error, ValueError):
                 raise ApiError(400, f"The engine refuses this request: {error}") from error
             raise
+        # Else the store would send them back with the next request.
+        memory.learn([replace(call, seq=seq) for call, seq in zip(calls, seqs, strict=True)])
         return _answer(head, calls)
 
     async def _sample(

@@ -156,13 +156,16 @@ class Queries:
 
 
 def _summary(row: dict[str, Any]) -> dict[str, Any]:
-    reward = None
+    ended = json.loads(row["finished"] or "{}")
+    reward = ended.get("reward")  # of the run's grader; `rewards` has what was posted
     if row["value"] is not None:
         metrics = json.loads(row["metrics"])
         reward = {"value": row["value"], "solved": bool(row["solved"]), "metrics": metrics}
-    outcome = json.loads(row["finished"])["outcome"] if row["finished"] else None
     columns = ("rollout_id", "group_id", "task_id", "split", "step", "state", "attempts")
-    return {name: row[name] for name in columns} | {"reward": reward, "outcome": outcome}
+    return {name: row[name] for name in columns} | {
+        "reward": reward,
+        "outcome": ended.get("outcome"),
+    }
 
 
 def _event(row: dict[str, Any]) -> Event:
