@@ -41,6 +41,10 @@ _CPU_ENVIRONMENT = {
 }
 
 
+# Between two looks at what still runs, while draining.
+DRAIN_POLL_S = 0.05
+
+
 class EngineStartError(RuntimeError):
     """vLLM did not start; the message says why and which setting to change."""
 
@@ -117,6 +121,9 @@ class EngineActor:
         self._numbers = 0
         self._running = 0
         self._asleep = False
+        # Set while the weights are whole: a call that comes in between waits.
+        self._usable = asyncio.Event()
+        self._usable.set()
 
     async def ready(self) -> PolicyVersion:
         """Starts vLLM if it is not running; the version it serves.
@@ -163,6 +170,7 @@ class EngineActor:
             logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        await self._usable.wait()
         self._numbers += 1
         version, final = self._version, None
         self._running += 1
@@ -204,11 +212,21 @@ class EngineActor:
             raise RuntimeError(
                 f"{self._running} generations are running; drain them before a weight sync"
             )
-        return await self._load(policy, verify)
+        self._usable.clear()
+        try:
+            return await self._load(policy, verify)
+        finally:
+            self._usable.set()
+
+    async def drain(self) -> None:
+        """Returns when no generation is running; keeps none from starting."""
+        while self._running:
+            await asyncio.sleep(DRAIN_POLL_S)
 
     async def sleep(self) -> None:
         """Frees the GPU: weights are dropped (level 2), the next `load_policy` brings new ones.
         Nothing to do on a CPU, where sleeping frees no memory."""
+        self._usable.clear()
         if self._on_gpu and self._llm is not None:
             await self._llm.sleep(level=2)
             self._asleep = True

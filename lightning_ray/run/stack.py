@@ -89,12 +89,14 @@ class Stack:
         self._controller = controller.start(self.config, self.store, url)
 
     def sleep(self) -> None:
-        """Frees the engines' GPU memory; there must be no call in flight."""
+        """Holds new model calls, waits for those in flight, and frees the engines' GPU memory."""
+        self._drain()
         ray.get([engine.sleep.remote() for engine in self.engines])
 
     def load(self, policy: Policy, checksum: str | None) -> None:
-        """Wakes every engine and puts new weights into it; with a `checksum`, checks that they
-        arrived whole."""
+        """Wakes every engine, puts new weights into it and lets model calls through; with a
+        `checksum`, checks that they arrived whole."""
+        self._drain()
         policy.write(self.pointer)
         verify = checksum is not None
         for digest in ray.get([e.load_policy.remote(policy, verify) for e in self.engines]):
@@ -104,6 +106,11 @@ class Stack:
                     f"the trainer wrote {checksum}; "
                     "the disk or memory is faulty"
                 )
+        ray.get(self.store.open_gate.remote())
+
+    def _drain(self) -> None:
+        ray.get(self.store.close_gate.remote())
+        ray.get([engine.drain.remote() for engine in self.engines])
 
     def collect(self, specs: Sequence[RolloutSpec], progress: Progress) -> list[FinishedRollout]:
         """Runs `specs` and returns each in a final state, in the order of `specs`.
