@@ -100,17 +100,13 @@ def throughput(bench: Bench) -> None:
         key: [statistics.median(column) for column in zip(*rows, strict=True)]
         for key, rows in rates.items()
     }
-    table = Table(title="calls/s, p50 ms, p99 ms by clients", title_justify="left")
-    table.add_column("")
+    table = Table(title="calls/s | p50 ms | p99 ms, by clients", title_justify="left")
+    table.add_column("", no_wrap=True)
     for clients in CONCURRENCIES:
-        for column in (f"{clients}: calls/s", "p50", "p99"):
-            table.add_column(column, justify="right")
+        table.add_column(str(clients), justify="right", no_wrap=True)
     for name in names:
-        cells = []
-        for clients in CONCURRENCIES:
-            rate, p50, p99 = medians[name, clients]
-            cells += [f"{rate:.0f}", f"{p50:.1f}", f"{p99:.1f}"]
-        table.add_row(name, *cells)
+        rows = [medians[name, clients] for clients in CONCURRENCIES]
+        table.add_row(name, *[f"{rate:.0f} | {p50:.1f} | {p99:.1f}" for rate, p50, p99 in rows])
     console.print(table)
     ours = medians[GATEWAY, 64]
     say("share of a bare Serve replica, 64 clients", ours[0] / medians[BARE_SERVE, 64][0], 0.7)

@@ -179,7 +179,9 @@ class Branch(StrEnum):
     """How a call follows from the calls before it. All but the first two begin a branch of the
     forest that the harness or the chat template forced; each is counted."""
 
-    ROOT = "root"  # no sampled turn is in its history: a first call, a sub-agent, a side call
+    # Nothing sampled is in its history, or it offers other tools: a first call, a sub-agent, a side
+    # call.
+    ROOT = "root"
     CONTINUED = "continued"  # the last assistant message is a sampled turn, and its tokens are used
     EDITED = "edited"  # an earlier message was changed
     DROPPED = "dropped"  # an earlier message is missing

@@ -13,6 +13,8 @@ import httpx
 import numpy as np
 import pytest
 import ray
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support import CALL, HELLO, TOOLS, Running
 
 from lightning_ray.engine.pool import EnginePool
@@ -20,7 +22,7 @@ from lightning_ray.gateway import deploy
 from lightning_ray.gateway.dialects import Answer, Head, Usage
 from lightning_ray.gateway.inflight import Answers
 from lightning_ray.records import Branch, FinishReason, SideCall
-from lightning_ray.samples import forest
+from lightning_ray.samples import forest, rows
 
 HOLD_S = 2.0
 PARALLEL = f"I will look.\n{CALL}\n{CALL.replace('ls', 'pwd')}"
@@ -260,6 +262,84 @@ def test_side_calls_and_constrained_calls_are_marked(gateway):
     assert constraints[0] is None
     assert constraints[1].json == schema
     assert "bash" in constraints[2].structural_tag  # vLLM's, in the format of the tool parser
+
+
+def test_a_sub_agent_is_a_tree_of_its_own_and_is_trained(gateway):
+    attempt = gateway.attempt()
+    say(gateway, CALL, "Found it.", "Done.")
+    client = gateway.client(attempt).chat.completions
+    first = client.create(model="m", messages=HELLO, tools=TOOLS).choices[0].message
+    # In between a sub-agent with a prompt of its own, on the same URL and key.
+    other = [{"role": "system", "content": "You search."}, {"role": "user", "content": "find x"}]
+    client.create(model="m", messages=other, tools=TOOLS)
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [compact(first.tool_calls[0])]},
+        {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "found"},
+    ]
+    client.create(model="m", messages=history, tools=TOOLS)
+    calls = calls_of(gateway, attempt)
+    assert [call.branch for call in calls] == [Branch.ROOT, Branch.ROOT, Branch.CONTINUED]
+    assert [call.side for call in calls] == [None] * 3
+    made, fates = rows.rows("r", calls, 3000)
+    assert sorted(row.calls for row in made) == [(0, 2), (1,)]
+    assert fates[rows.Fate.TRAINED] == sum(len(call.tokens) for call in calls)
+
+
+def test_a_compaction_is_a_side_call_and_what_follows_it_a_named_branch(gateway):
+    attempt = gateway.attempt()
+    say(gateway, "Working.", "The summary.", "Going on.")
+    client = gateway.client(attempt).chat.completions
+    client.create(model="m", messages=HELLO, tools=TOOLS)
+    said = {"role": "assistant", "content": "Working."}
+    ask = {"role": "user", "content": "You are performing a CONTEXT CHECKPOINT COMPACTION."}
+    client.create(model="m", messages=[*HELLO, said, ask])
+    rest = [{"role": "user", "content": "Before: The summary. Go on."}]
+    client.create(model="m", messages=rest, tools=TOOLS)
+    calls = calls_of(gateway, attempt)
+    assert [call.side for call in calls] == [None, SideCall.COMPACTION, None]
+    assert [call.branch for call in calls] == [Branch.ROOT, Branch.ROOT, Branch.COMPACTED]
+    _, fates = rows.rows("r", calls, 3000)
+    assert fates[rows.Fate.SIDE] == len(calls[1].tokens)
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**53) | st.text(max_size=8)
+    | st.sampled_from(["user", "assistant", "tool", "text", "function", "auto", "message"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(
+            ["role", "content", "type", "text", "tool_calls", "function", "name", "arguments", "id",
+             "input", "output", "tools", "parameters", "input_schema", "call_id", "thinking"]
+        ),
+        inner,
+        max_size=4,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+bodies = st.dictionaries(
+    st.sampled_from(
+        ["messages", "input", "tools", "tool_choice", "max_tokens", "stream", "stop", "system", "n",
+         "response_format", "text", "instructions", "stop_sequences", "output_config", "model",
+         "temperature", "stream_options", "max_completion_tokens", "reasoning", "store"]
+    ),
+    junk,
+    max_size=6,
+)  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(["chat/completions", "responses", "messages"]), bodies)
+def test_no_body_makes_a_500(gateway, path, body):
+    attempt = gateway.attempt()
+    say(gateway, "x")
+    reply = httpx.post(
+        f"{gateway.url}/rollout/{attempt}/v1/{path}",
+        content=json.dumps(body),
+        headers={"x-api-key": "secret"},
+        timeout=30,
+    )
+    assert reply.status_code in (200, 400), (reply.status_code, reply.text, body)
 
 
 def test_a_malformed_tool_call_comes_back_as_the_text_it_is(gateway):

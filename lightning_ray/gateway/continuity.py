@@ -107,6 +107,8 @@ def branch_of(
     ours = _split(history)
     if not assistants or not {turn_digest(call.turn) for call in calls}.intersection(ours):
         return Branch.ROOT
+    if ours[0] not in {call.history[:DIGEST_BYTES] for call in calls}:
+        return Branch.ROOT  # other tools
     nearest = max(calls, key=lambda call: (_shared(history, call.history), call.seq))
     theirs = [*_split(nearest.history), turn_digest(nearest.turn)]
     if sorted(ours[: len(theirs)]) == sorted(theirs):

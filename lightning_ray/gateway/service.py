@@ -16,6 +16,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -149,9 +150,14 @@ class Service:
         """Passes the gate and claims the request, or finds whose answer it gets."""
         attempt_id = memory.attempt.attempt_id
         while True:
-            opening, calls = await self._open_call(
-                Asked(attempt_id, fingerprint, self._replica, is_retry, len(memory.calls))
-            )
+            asked = Asked(attempt_id, fingerprint, self._replica, is_retry, len(memory.calls))
+            opened = asyncio.ensure_future(self._open_call(asked))
+            try:
+                opening, calls = await asyncio.shield(opened)
+            except asyncio.CancelledError:
+                # The client left; the store may have given it a claim, which must block nobody.
+                opened.add_done_callback(partial(self._abandon, attempt_id))
+                raise
             if opening is None:
                 left = arrived + self._config.gateway.hold_s - time.monotonic()
                 if left <= 0 or not await self._store.wait_gate.remote(left):
@@ -162,6 +168,15 @@ class Service:
             if opening.verdict is not Verdict.WAIT or here:
                 return opening
             await asyncio.sleep(WAIT_S)
+
+    def _abandon(
+        self, attempt_id: str, opened: asyncio.Future[tuple[Opening | None, list[Call]]]
+    ) -> None:
+        if opened.cancelled() or opened.exception():
+            return
+        opening, _ = opened.result()
+        if opening and opening.verdict is Verdict.ANSWER:
+            self._tell(self._store.drop_call.remote(attempt_id, opening.claim_id))
 
     # -- sampling -------------------------------------------------------------------------------
 

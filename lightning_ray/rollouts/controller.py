@@ -35,6 +35,7 @@ from lightning_ray.rollouts.process import Limits
 NAMESPACE = "lightning_ray"  # of Ray's actor names
 MODEL_NAME = "policy"  # what harnesses are told; the gateway serves one model and ignores the name
 _MAX_CONCURRENCY = 1000  # method calls at a time; a long poll must not hold up the others
+_INSIST_S = 5.0  # longer than a worker needs to kill a harness and remove its workspace
 _SHUTDOWN_S = 30  # a cancelled harness is dead within a second; a node that hangs is not waited for
 
 _run_attempt = ray.remote(max_retries=0)(run_attempt)
@@ -277,8 +278,16 @@ class RolloutController:
         for attempt_id in attempt_ids:
             self._stopped.add(attempt_id)
             if attempt_id in self._refs:
-                # Not by force: the exception in the worker lets it kill the harness and clean up.
-                ray.cancel(self._refs[attempt_id], force=False)
+                task = asyncio.create_task(self._insist(attempt_id))
+                self._work.add(task)
+                task.add_done_callback(self._done)
+
+    async def _insist(self, attempt_id: str) -> None:
+        # Not by force: the exception in the worker lets it kill the harness and clean up. A worker
+        # that is just beginning the task can miss it, so it is asked again.
+        while attempt_id in self._refs:
+            ray.cancel(self._refs[attempt_id], force=False)
+            await asyncio.sleep(_INSIST_S)
 
     async def _publish(self) -> None:
         """Stores what is over, then makes it available."""

@@ -31,6 +31,8 @@ _LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_maximum_startup_concurrency": "8",
     "RAY_idle_worker_killing_time_threshold_ms": "3600000",
+    # A busy machine takes longer than Ray's 30 s.
+    "RAY_raylet_start_wait_time_s": "120",
 }
 
 
