@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import ray
 
@@ -31,8 +32,6 @@ _LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_maximum_startup_concurrency": "8",
     "RAY_idle_worker_killing_time_threshold_ms": "3600000",
-    # A busy machine takes longer than Ray's 30 s.
-    "RAY_raylet_start_wait_time_s": "120",
 }
 
 
@@ -54,12 +53,21 @@ def connect(config: RunConfig) -> None:
         # the model; rollout.concurrency is what bounds them on one machine.
         asked = sum(bundle["CPU"] for bundle in plan(config, Device.CPU))
         asked += config.rollout.concurrency * config.rollout.cpus + 1
-        ray.init(
+        _start_local(
             **common,
-            address="local",
             num_cpus=max(os.cpu_count() or 1, round(asked + 0.5)),
             object_store_memory=LOCAL_OBJECT_STORE_BYTES,
         )
+
+
+def _start_local(**options: Any) -> None:
+    try:
+        ray.init(address="local", **options)
+    except Exception as error:  # Ray raises nothing more special when 30 s were too short
+        if "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        ray.init(address="local", **options)
 
 
 def environment(config: RunConfig) -> Mapping[str, str]:
