@@ -225,8 +225,8 @@ def test_an_exception_in_the_caller_ends_the_program(tmp_path: Path) -> None:
         written_pid(tmp_path / "pid")
         signal.raise_signal(signal.SIGINT)
 
-    # A shell starts background jobs with SIGINT ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As a shell starts background jobs: with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     thread = threading.Thread(target=interrupt)
     thread.start()
     script = "import os, time; open('pid', 'w').write(f'{os.getpid()}\\n'); time.sleep(60)"

@@ -19,6 +19,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -87,6 +88,11 @@ def run(
     Raises:
         PreloadError: see there.
     """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background jobs with SIGINT ignored, and Ray's workers inherit that: then
+        # Ray's way to cancel a task would do nothing.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     order = {
         "argv": list(argv),
         "env": {**env, MARKER: attempt_id},
