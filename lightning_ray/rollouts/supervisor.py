@@ -31,8 +31,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _POLL_S = 0.25  # memory and process counts are looked at four times a second ...
-_POLL_SHARE = 100  # ... but looking may take at most 1/100 of a core where there are many processes,
-_POLL_MOST_S = 2.0  # and they are looked at so often even then: memory runs away in seconds
+_POLL_SHARE = (
+    100  # ... but looking takes at most 1/100 of a core where there are many processes ...
+)
+_POLL_MOST_S = 2.0  # ... and even then so often: memory runs away in seconds
 _OPEN_FILES = 8192  # file watchers of Node tools need more than the usual 1024
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 15, 36, 38
 
