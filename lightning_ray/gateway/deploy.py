@@ -44,8 +44,8 @@ def environment(gateway: GatewaySection) -> dict[str, str]:
         # Ray waits half a minute for load balancers outside; harnesses are gone when we stop.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         # Ray's defaults (5 and 10 s) give up on the proxy of a busy two-core machine.
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
     }
     if not (gateway.haproxy and sys.platform == "linux"):
         return variables
