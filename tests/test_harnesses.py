@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 import time
@@ -117,8 +118,8 @@ def collect(task: Task, workspace: Path) -> dict:
 def request(gateway, name: str, folder: Path) -> local.AttemptRequest:
     case = CASES[name]
     recipe = harness.load(case.recipe, case.args)
-    if recipe.npm and shutil.which("npm") is None:
-        pytest.skip("npm is not installed")
+    if recipe.npm and shutil.which("npm") is None and "CI" not in os.environ:
+        pytest.skip("npm is not installed; Debian and Ubuntu: apt-get install npm")
     attempt_id = gateway.attempt()
     return local.AttemptRequest(
         attempt_id=attempt_id,

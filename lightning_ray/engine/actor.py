@@ -219,7 +219,8 @@ class EngineActor:
             self._usable.set()
 
     async def drain(self) -> None:
-        """Returns when no generation is running; keeps none from starting."""
+        """Lets new generations wait until weights are loaded; returns when none is running."""
+        self._usable.clear()
         while self._running:
             await asyncio.sleep(DRAIN_POLL_S)
 

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from lightning_ray.engine.actor import EngineDead, Generation, Policy
-from lightning_ray.records import PolicyVersion
+from lightning_ray.engine.actor import EngineDead, Generation
 
 log = logging.getLogger(__name__)
 
@@ -88,16 +87,4 @@ class EnginePool:
                 failed.append(engine)
         raise NoEngine(
             f"all {len(self.engines)} engines failed; see the Ray dashboard for their logs"
-        )
-
-    async def ready(self) -> list[PolicyVersion]:
-        """Waits until every engine serves; the version of each."""
-        return list(await asyncio.gather(*[engine.ready.remote() for engine in self.engines]))
-
-    async def load_policy(self, policy: Policy, verify: bool) -> list[str | None]:
-        """Loads new weights into every engine; their checksums if `verify`."""
-        return list(
-            await asyncio.gather(
-                *[engine.load_policy.remote(policy, verify) for engine in self.engines]
-            )
         )
