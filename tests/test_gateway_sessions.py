@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import json
+import re
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import anthropic
 import httpx
@@ -49,6 +52,16 @@ def say(gateway, *texts: str, seconds: float = 0.0) -> None:
 
 def calls_of(gateway, attempt):
     return ray.get(gateway.store.calls.remote(attempt))
+
+
+def serve_proxy(url: str) -> str:
+    """The address of the proxy behind HAProxy."""
+    [config] = glob.glob(f"/tmp/lr-haproxy-{url.rsplit(':', 1)[1]}/*/haproxy.cfg")
+    found = re.search(
+        r"server SERVE_PROXY_ACTOR-fallback\S* (\S+) check backup", Path(config).read_text()
+    )
+    assert found
+    return f"http://{found[1]}"
 
 
 def assert_one_chain(calls) -> None:
@@ -193,15 +206,19 @@ def test_an_edited_history_is_a_named_branch(gateway):
     assert len(forest.branches(calls)) == 2
 
 
-def test_a_client_that_lost_its_connection_gets_the_same_answer_again(gateway):
+@pytest.mark.parametrize("path", ["replica", "serve proxy"])
+def test_a_client_that_lost_its_connection_gets_the_same_answer_again(gateway, path):
+    """HAProxy sends calls through Serve's own proxy while it thinks that no replica is up; there a
+    request is a Ray task, and Ray cancels what a cancelled task has asked for."""
     attempt = gateway.attempt()
-    say(gateway, "first", "second", seconds=2.0)
+    say(gateway, "first", "second", seconds=6.0)
     body = {"model": "m", "messages": HELLO}
-    url = f"{gateway.url}/rollout/{attempt}/v1/chat/completions"
+    base = gateway.url if path == "replica" else serve_proxy(gateway.url)
+    url = f"{base}/rollout/{attempt}/v1/chat/completions"
     key = {"authorization": "Bearer secret"}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(url, json=body, headers=key, timeout=0.7)
-    time.sleep(0.3)  # the gateway notices that nobody listens
+        httpx.post(url, json=body, headers=key, timeout=1.5)
+    time.sleep(2.5)  # the gateway notices that nobody listens, also on a busy machine
     reply = httpx.post(url, json={**body, "stream": False}, headers=key, timeout=30)
     assert reply.json()["choices"][0]["message"]["content"] == "first"
     assert len(calls_of(gateway, attempt)) == 1

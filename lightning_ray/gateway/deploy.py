@@ -50,7 +50,6 @@ def environment(gateway: GatewaySection) -> dict[str, str]:
     if not (gateway.haproxy and sys.platform == "linux"):
         return variables
     folder = _proxy_folder(gateway.port)
-    stats, metrics = free_port(), free_port()
     return {
         **variables,
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -58,8 +57,11 @@ def environment(gateway: GatewaySection) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        # HAProxy sends calls there while no replica is up.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": str(PROXY_TIMEOUT_SECONDS),
     }
 

@@ -21,8 +21,8 @@ from ray.exceptions import RayActorError
 
 from lightning_ray.config import RunConfig
 from lightning_ray.gateway import access
+from lightning_ray.gateway.bodies import decode
 from lightning_ray.gateway.errors import ApiError
-from lightning_ray.gateway.service import decode
 from lightning_ray.records import Json, Reward, RolloutSpec, Task
 from lightning_ray.rollouts import controller
 from lightning_ray.store.errors import DuplicateReward, StoreError

@@ -9,7 +9,7 @@ name is recorded and ignored.
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextvars
 import logging
 import time
 import uuid
@@ -25,7 +25,7 @@ import ray
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.pool import EnginePool, NoEngine
-from lightning_ray.gateway import access
+from lightning_ray.gateway import access, bodies
 from lightning_ray.gateway.dialects import Answer, ChatRequest, Dialect, Head, Usage
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.gateway.inflight import Answers, InFlight
@@ -50,8 +50,6 @@ SILENCE_S = 5.0
 KEEPALIVE_S = 10.0
 # Between two looks at an answer that another replica is making.
 WAIT_S = 0.2
-# Fields of a body that may differ between a request and its retry.
-_VOLATILE = frozenset({"stream", "stream_options", "metadata", "client_metadata"})
 
 
 class Service:
@@ -80,12 +78,20 @@ class Service:
         Raises:
             ApiError: see there.
         """
+        # In a context without the request's Ray task: when Ray cancels a task it also cancels what
+        # that task asked of other actors, and here others may wait for the same.
+        answering = self._answer(dialect, attempt_id, headers, body)
+        return await asyncio.create_task(answering, context=contextvars.Context())
+
+    async def _answer(
+        self, dialect: Dialect, attempt_id: str, headers: Mapping[str, str], body: bytes
+    ) -> bytes | AsyncIterator[bytes]:
         arrived = time.monotonic()
         try:
             memory = await self._memory(attempt_id, headers)
-            data = decode(body)
+            data = bodies.decode(body)
             request = dialect.parse(data)
-            fingerprint = _fingerprint(dialect, data)
+            fingerprint = bodies.fingerprint(dialect.NAME, data)
             is_retry = headers.get("x-stainless-retry-count", "0") not in ("0", "")
             opening = await self._open(memory, fingerprint, is_retry, arrived)
             if opening.verdict is Verdict.REPLAY:
@@ -112,7 +118,7 @@ class Service:
     ) -> int:
         """The number of prompt tokens of a request that is not sampled."""
         await self._memory(attempt_id, headers)
-        return len(self._renderer.render(parse(decode(body))))
+        return len(self._renderer.render(parse(bodies.decode(body))))
 
     async def models(self, attempt_id: str | None, headers: Mapping[str, str]) -> dict[str, Any]:
         """The list of models: one, the policy."""
@@ -203,7 +209,7 @@ class Service:
             fingerprint,
             head,
             self._make(dialect, request, memory, plan, head, fingerprint, opening.claim_id),
-            lambda: self._tell(self._store.detach_call.remote(attempt_id, opening.claim_id)),
+            lambda: contextvars.Context().run(self._detach, attempt_id, opening.claim_id),
         )
 
     async def _make(
@@ -325,6 +331,9 @@ class Service:
             return _replay(dialect, request, answer)
         return orjson.dumps(dialect.respond(request, answer))
 
+    def _detach(self, attempt_id: str, claim_id: int) -> None:
+        self._tell(self._store.detach_call.remote(attempt_id, claim_id))
+
     # -- housekeeping ---------------------------------------------------------------------------
 
     def _tell(self, message: Any) -> None:
@@ -362,33 +371,3 @@ async def _replay(dialect: Dialect, request: ChatRequest, answer: Answer) -> Asy
     yield dialect.start(request, answer.head)
     for event in dialect.finish(request, answer):
         yield event
-
-
-def _fingerprint(dialect: Dialect, data: Mapping[str, Any]) -> str:
-    """Equal for a request and its retry, which may differ in transport and caching only."""
-    steady = {name: value for name, value in data.items() if name not in _VOLATILE}
-    return hashlib.blake2b(
-        orjson.dumps([dialect.NAME, _steady(steady)], option=orjson.OPT_SORT_KEYS), digest_size=16
-    ).hexdigest()
-
-
-def _steady(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _steady(v) for k, v in value.items() if k != "cache_control"}
-    return [_steady(item) for item in value] if isinstance(value, list) else value
-
-
-def decode(body: bytes) -> dict[str, Any]:
-    """A request body as an object.
-
-    Raises:
-        ApiError: 400, it is no JSON object (orjson also refuses invalid UTF-8, lone surrogates, NaN
-            and absurd nesting).
-    """
-    try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ApiError(400, f"The body must be a JSON object, not {type(data).__name__}.")
-    return data
