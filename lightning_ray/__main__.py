@@ -3,6 +3,7 @@
 install [RECIPE ...]   makes the environments of built-in harnesses (default: mini-swe-agent)
 curves RUN_DIR         draws curves.png anew from metrics.jsonl, also while the run goes on
 resolve CONFIG [a.b=c] prints the resolved configuration
+why RUN_DIR --rollout R [--token N]   what became of a rollout's tokens, and why
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     resolve = commands.add_parser("resolve", help="print the resolved configuration")
     resolve.add_argument("config", type=Path)
     resolve.add_argument("overrides", nargs="*")
+    why = commands.add_parser("why", help="what became of a rollout's tokens, and why")
+    why.add_argument("run_dir", type=Path)
+    why.add_argument("--rollout", required=True)
+    why.add_argument("--token", type=int, help="number of a sampled token of the rollout, from 0")
     options = parser.parse_args(arguments)
     try:
         return _COMMANDS[options.command](options)
@@ -61,7 +66,26 @@ def _resolve(options: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"install": _install, "curves": _curves, "resolve": _resolve}
+def _why(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lightning_ray.report import why
+    from lightning_ray.store.errors import StoreLocked
+
+    console = Console()
+    try:
+        if options.token is None:
+            for part in why.ledger(options.run_dir, options.rollout):
+                console.print(part)
+        else:
+            for name, fact in why.token(options.run_dir, options.rollout, options.token).items():
+                console.print(f"[bold]{name:16}[/bold] {fact}", highlight=False, soft_wrap=True)
+    except (why.NothingToExplain, StoreLocked) as error:
+        raise ConfigError(str(error)) from error
+    return 0
+
+
+_COMMANDS = {"install": _install, "curves": _curves, "resolve": _resolve, "why": _why}
 
 if __name__ == "__main__":
     sys.exit(main())

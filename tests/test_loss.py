@@ -41,6 +41,7 @@ def call_loss(
     data = TensorDict(
         {name: nested(columns[name]) for name in names}, batch_size=[len(columns["current"])]
     )
+    data["call"] = nested([torch.zeros_like(row) for row in columns["current"]])
     tu.assign_non_tensor(data, dp_size=dp_size)
     return PolicyLoss(algorithm)(output, data)
 
@@ -121,17 +122,21 @@ def test_tokens_without_weight_change_nothing() -> None:
 
 def test_grpo_advantages_are_rewards_measured_against_their_group() -> None:
     reward_R, group_R = [1.0, 0.0, 0.0, 1.0, 5.0, 7.0], ["a", "a", "a", "a", "b", "b"]
-    found = estimator(AlgorithmSection())(reward_R, group_R)
+    found = estimator(AlgorithmSection()).advantages(reward_R, group_R, [1] * 6)
     spread = np.std([1, 0, 0, 1], ddof=1)
     expected = [0.5 / spread, -0.5 / spread, -0.5 / spread, 0.5 / spread, -(0.5**0.5), 0.5**0.5]
     assert found == pytest.approx(expected, abs=1e-5)
-    plain = estimator(AlgorithmSection(normalize_by_std=False))(reward_R, group_R)
+    plain = estimator(AlgorithmSection(normalize_by_std=False)).advantages(
+        reward_R, group_R, [1] * 6
+    )
     assert plain == pytest.approx([0.5, -0.5, -0.5, 0.5, -1, 1], abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["rloo", "opo", "grpo_vectorized", "reinforce_plus_plus_baseline"])
 def test_verls_other_group_estimators_work_too(name: str) -> None:
-    found = estimator(AlgorithmSection(estimator=name))([1.0, 0.0, 0.0], ["a", "a", "a"])
+    found = estimator(AlgorithmSection(estimator=name)).advantages(
+        [1.0, 0.0, 0.0], ["a", "a", "a"], [1, 1, 1]
+    )
     assert found[0] > 0 > found[1] == pytest.approx(found[2])
 
 

@@ -66,13 +66,16 @@ def test_an_epoch_takes_every_task_once_whatever_the_step_size(count, seed, step
 
 def test_ids_of_a_step_depend_on_the_weights_that_sample_it():
     tasks = [Task(f"t{i}", "s") for i in range(5)]
-    one = data.training_specs(tasks, 3, PolicyVersion("aaa", 2), 2, 4, 0)
-    again = data.training_specs(tasks, 3, PolicyVersion("aaa", 2), 2, 4, 0)
-    other = data.training_specs(tasks, 3, PolicyVersion("bbb", 2), 2, 4, 0)
+    one = data.training_specs(tasks, 3, PolicyVersion("aaa", 2), range(4, 6), 4, 0)
+    again = data.training_specs(tasks, 3, PolicyVersion("aaa", 2), range(4, 6), 4, 0)
+    other = data.training_specs(tasks, 3, PolicyVersion("bbb", 2), range(4, 6), 4, 0)
     assert one == again
     assert not {s.rollout_id for s in one} & {s.rollout_id for s in other}
     assert [s.task for s in one] == [s.task for s in other]
     assert len({s.group_id for s in one}) == 2 and len({s.rollout_id for s in one}) == 8
+    more = data.training_specs(tasks, 3, PolicyVersion("aaa", 2), range(6, 7), 4, 0, first=2)
+    assert not {s.group_id for s in one} & {s.group_id for s in more}
+    assert {s.task.task_id for s in one} | {more[0].task.task_id} <= {t.task_id for t in tasks}
 
 
 def test_bad_task_files_name_the_line(tmp_path):
@@ -91,7 +94,7 @@ def test_bad_task_files_name_the_line(tmp_path):
 
 
 def write(checkpoints: Checkpoints, step: int) -> None:
-    state = State(Position(step, Phase.COLLECT), PolicyVersion("l", step), "sum", ("g",))
+    state = State(Position(step, Phase.COLLECT), PolicyVersion("l", step), "sum", 4, ("g",))
     checkpoints.write(state, lambda folder: (folder / "weights").write_text(str(step)))
 
 
@@ -105,7 +108,7 @@ def test_checkpoints_come_back_and_old_ones_go_but_the_best_stays(tmp_path):
     checkpoints.mark_best(5, 0.5)
     folder, state = checkpoints.latest()
     assert (folder / "weights").read_text() == "5"
-    assert state == State(Position(5, Phase.COLLECT), PolicyVersion("l", 5), "sum", ("g",))
+    assert state == State(Position(5, Phase.COLLECT), PolicyVersion("l", 5), "sum", 4, ("g",))
     assert sorted(p.name for p in folder.parent.glob("step-*")) == [
         "step-00001",
         "step-00004",
@@ -123,7 +126,7 @@ def test_a_checkpoint_that_was_cut_off_is_not_seen(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.write(State(Position(2, Phase.COLLECT), PolicyVersion("l", 2), ""), killed)
+        checkpoints.write(State(Position(2, Phase.COLLECT), PolicyVersion("l", 2), "", 0), killed)
     again = Checkpoints(tmp_path, keep=2)
     assert again.latest()[1].version.step == 1
     assert not list((tmp_path / "checkpoints").glob("*.partial"))

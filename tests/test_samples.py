@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,14 +21,16 @@ from lightning_ray.records import (
     Reward,
     RolloutSpec,
     RolloutState,
+    SideCall,
     Span,
     Split,
     Task,
 )
 from lightning_ray.samples import batch as batches
 from lightning_ray.samples import dataset, forest
-from lightning_ray.samples.batch import Batch, Ledger, LedgerImbalance
-from lightning_ray.samples.rows import Fate, rows
+from lightning_ray.samples.batch import Batch, Estimator
+from lightning_ray.samples.ledger import Ledger, LedgerImbalance
+from lightning_ray.samples.rows import CallFate, Fate, Layout, rows
 
 
 def call(
@@ -57,7 +61,7 @@ def rollout(name: str, group: str, reward: float | None) -> FinishedRollout:
     )
 
 
-def mean_baseline(reward_R: list[float], group_R: list[str]) -> list[float]:
+def mean_baseline(reward_R: list[float], group_R: list[str], length_R: list[int]) -> list[float]:
     groups = defaultdict(list)
     for reward, group in zip(reward_R, group_R, strict=True):
         groups[group].append(reward)
@@ -65,7 +69,23 @@ def mean_baseline(reward_R: list[float], group_R: list[str]) -> list[float]:
 
 
 def build(rollouts: list[FinishedRollout], calls: dict[str, list[Call]], **trainer: int) -> Batch:
-    return batches.build(rollouts, calls, RunConfig(trainer=trainer), mean_baseline)
+    return batches.build(rollouts, calls, RunConfig(trainer=trainer), Estimator(mean_baseline))
+
+
+def count(fates: list[CallFate]) -> dict[Fate, int]:
+    counted = Counter[Fate]()
+    for fate in fates:
+        counted[fate.fate] += fate.tokens
+    return dict(counted)
+
+
+def advantages_of(made: Batch) -> dict[str, set[float]]:
+    """The different advantages of the trained tokens of each rollout."""
+    found = defaultdict(set)
+    for row in made.table.to_pylist():
+        trained = zip(row["advantage"], row["trainable"], strict=True)
+        found[row["rollout_id"]] |= {advantage for advantage, kept in trained if kept}
+    return dict(found)
 
 
 def one_turn(name: str, length: int = 3) -> list[Call]:
@@ -74,20 +94,20 @@ def one_turn(name: str, length: int = 3) -> list[Call]:
 
 def test_a_harness_that_keeps_its_context_makes_one_row() -> None:
     first, second = call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 4, 9], [5])
-    (row,), fates = rows("r", [second, first], max_tokens=100)
+    (row,), fates = rows("r", [second, first], Layout(100))
     assert row.tokens_T.tolist() == [1, 2, 3, 4, 9, 5]
     assert row.trainable_T.tolist() == [False, False, True, True, False, True]
     assert row.logprobs_T.tolist() == [0, 0, -1, -2, 0, -1]
     assert row.steps_T.tolist() == [-1, -1, 0, 0, -1, 1]
-    assert row.calls == (0, 1)
-    assert fates == {Fate.TRAINED: 3}
+    assert row.calls_T.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert count(fates) == {Fate.TRAINED: 3}
 
 
 def test_a_shared_call_is_trained_in_the_first_branch_and_is_context_in_the_other() -> None:
     calls = [call(0, [1], [2]), call(1, [1, 2, 7], [3]), call(2, [1, 2, 8], [4])]
-    left, right = rows("r", calls, max_tokens=100)[0]
-    assert left.calls == (0, 1)
-    assert right.calls == (2,)
+    left, right = rows("r", calls, Layout(100))[0]
+    assert left.calls_T[left.trainable_T].tolist() == [0, 1]
+    assert right.calls_T[right.trainable_T].tolist() == [2]
     assert right.tokens_T.tolist() == [1, 2, 8, 4]
     assert right.trainable_T.tolist() == [False, False, False, True]
     assert right.logprobs_T.tolist() == [0, -1, 0, -1]  # recorded, though not trained here
@@ -109,23 +129,23 @@ def test_calls_that_sampled_nothing_are_not_each_others_parents() -> None:
 
 def test_a_row_is_cut_between_calls_and_what_is_cut_is_counted() -> None:
     calls = [call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 4, 9], [5, 6, 7])]
-    (row,), fates = rows("r", calls, max_tokens=7)
+    (row,), fates = rows("r", calls, Layout(7))
     assert row.tokens_T.tolist() == [1, 2, 3, 4]
-    assert fates == {Fate.TRAINED: 2, Fate.TRUNCATED: 3}
+    assert count(fates) == {Fate.TRAINED: 2, Fate.TRUNCATED: 3}
 
 
 def test_samples_of_one_prompt_that_nobody_continued_are_orphans() -> None:
     twins = [call(0, [1], [2]), call(1, [1], [3, 3])]
-    assert rows("r", twins, 100)[1] == {Fate.ORPHANED: 3}
+    assert count(rows("r", twins, Layout(100))[1]) == {Fate.ORPHANED: 3}
     continued = [*twins, call(2, [1, 2, 5], [6])]
-    assert rows("r", continued, 100)[1] == {Fate.TRAINED: 4}
+    assert count(rows("r", continued, Layout(100))[1]) == {Fate.TRAINED: 4}
 
 
 def test_a_constrained_call_is_context_but_not_trained() -> None:
     calls = [call(0, [1], [2], constrained=True), call(1, [1, 2, 5], [6])]
-    (row,), fates = rows("r", calls, 100)
+    (row,), fates = rows("r", calls, Layout(100))
     assert row.trainable_T.tolist() == [False, False, False, True]
-    assert fates == {Fate.CONSTRAINED: 1, Fate.TRAINED: 1}
+    assert count(fates) == {Fate.CONSTRAINED: 1, Fate.TRAINED: 1}
 
 
 def test_every_rollout_weighs_the_same_however_long_it_is() -> None:
@@ -136,7 +156,7 @@ def test_every_rollout_weighs_the_same_however_long_it_is() -> None:
     weights = dict(zip(*(made.table[n].to_pylist() for n in ("rollout_id", "weight")), strict=True))
     assert weights["x"] == [0, 0, 0.25, 0.25]
     assert weights["y"] == [0, 0, *[0.0625] * 8]
-    assert made.table["advantage"].to_pylist() == [0.5, -0.5]
+    assert advantages_of(made) == {"x": {0.5}, "y": {-0.5}}
 
 
 def test_a_group_of_equal_rewards_trains_nothing_but_keeps_its_place_in_the_average() -> None:
@@ -154,9 +174,9 @@ def test_a_group_of_equal_rewards_trains_nothing_but_keeps_its_place_in_the_aver
 def test_a_rollout_lost_to_infrastructure_leaves_the_baseline_and_the_average() -> None:
     made = build(
         [rollout("x", "g", 1.0), rollout("y", "g", 0.0), rollout("z", "g", None)],
-        {name: one_turn(name) for name in "xyz"} | {"abandoned": one_turn("abandoned")},
+        {name: one_turn(name) for name in "xyz"} | {"y-a0": one_turn("y-a0")},
     )
-    assert made.table["advantage"].to_pylist() == [0.5, -0.5]
+    assert advantages_of(made) == {"x": {0.5}, "y": {-0.5}}
     assert made.ledger.fates[Fate.INFRA] == 6
     assert sum(made.table["weight"].combine_chunks().values.to_pylist()) == pytest.approx(1)
 
@@ -169,8 +189,104 @@ def test_a_group_with_one_usable_rollout_says_nothing_and_is_counted() -> None:
 
 
 def test_a_ledger_that_does_not_add_up_is_refused() -> None:
-    with pytest.raises(LedgerImbalance, match="5 tokens were sampled"):
-        Ledger(5, {Fate.TRAINED: 3, Fate.INFRA: 1})
+    calls = {"x": [call(0, [1], [2, 3], "x"), call(1, [9], [4], "x")]}
+    made, fates = rows("x", calls["x"], Layout(100))
+    assert Ledger.make(calls, {"x": fates}, made).fates == {Fate.TRAINED: 3}
+    for wrong in (fates[:1], [*fates, fates[0]], [replace(fates[0], tokens=1), fates[1]]):
+        with pytest.raises(LedgerImbalance, match="Nothing was trained"):
+            Ledger.make(calls, {"x": wrong}, made)
+    with pytest.raises(LedgerImbalance, match="0 of them are in training rows"):
+        Ledger.make(calls, {"x": fates}, made[:1])
+    with pytest.raises(LedgerImbalance, match="2 of them"):
+        Ledger.make(calls, {"x": [replace(fates[0], fate=Fate.MASKED), fates[1]]}, made)
+
+
+def test_every_call_can_be_a_row_of_its_own() -> None:
+    calls = [call(0, [1], [2]), call(1, [1, 2, 7], [3]), call(2, [1, 2, 8], [4])]
+    made, fates = rows("r", calls, Layout(100, merge="call"))
+    assert sorted(row.tokens_T.tolist() for row in made) == [[1, 2], [1, 2, 7, 3], [1, 2, 8, 4]]
+    assert [row.trained for row in made] == [1, 1, 1]
+    assert count(fates) == {Fate.TRAINED: 3}
+
+
+def test_side_calls_and_constrained_calls_are_trained_if_the_run_says_so() -> None:
+    calls = [
+        replace(call(0, [1], [2]), side=SideCall.TITLE),
+        call(1, [5], [6], constrained=True),
+    ]
+    assert count(rows("r", calls, Layout(9))[1]) == {Fate.SIDE: 1, Fate.CONSTRAINED: 1}
+    layout = Layout(9, train_side_calls=True, train_constrained=True)
+    assert count(rows("r", calls, layout)[1]) == {Fate.TRAINED: 2}
+
+
+@pytest.mark.parametrize(
+    ("normalization", "x", "y", "short"),
+    [
+        ("rollout", 1 / (2 * 4), 1 / (2 * 10), 1 / (2 * 10)),
+        ("token", 1 / 14, 1 / 14, 1 / 14),
+        ("row", 1 / (3 * 4), 1 / (3 * 8), 1 / (3 * 2)),
+        ("constant", 1 / (2 * 50), 1 / (2 * 50), 1 / (2 * 50)),
+    ],
+)
+def test_what_counts_equally_is_a_setting(normalization, x, y, short) -> None:
+    """x has one row of 4 trained tokens, y rows of 8 and of 2."""
+    algorithm = {"normalization": normalization}
+    if normalization == "constant":
+        algorithm["normalization_tokens"] = 50
+    calls = {"x": one_turn("x", 4), "y": [*one_turn("y", 8), call(1, [7], [1, 2], "y")]}
+    made = batches.build(
+        [rollout("x", "g", 1.0), rollout("y", "g", 0.0)],
+        calls,
+        RunConfig(algorithm=algorithm),
+        Estimator(mean_baseline),
+    )
+    weights = [max(row["weight"]) for row in made.table.to_pylist()]
+    assert weights == pytest.approx([x, y, short])
+
+
+def test_a_hook_gives_each_call_its_own_advantage() -> None:
+    calls = {"x": [call(0, [1], [2], "x"), call(1, [1, 2, 9], [3], "x")], "y": one_turn("y")}
+    finished = [rollout("x", "g", 1.0), rollout("y", "g", 0.0)]
+
+    def build_with(hook) -> Batch:
+        return batches.build(finished, calls, RunConfig(), Estimator(mean_baseline), hook)
+
+    made = build_with(lambda rollout, calls, advantage: [advantage + c.seq for c in calls])
+    assert advantages_of(made) == {"x": {0.5, 1.5}, "y": {-0.5}}
+    with pytest.raises(ValueError, match="one finite number per call"):
+        build_with(lambda rollout, calls, advantage: [advantage])
+
+
+def test_groups_that_others_stand_in_for_leave_the_average_but_not_the_ledger() -> None:
+    finished = [rollout(f"{g}{i}", g, r) for g, r in [("g", 0.1), ("h", 0.0)] for i in range(2)]
+    finished.append(rollout("h2", "h", 1.0))
+    calls = {r.attempt_id: one_turn(r.attempt_id) for r in finished}
+    assert batches.without_signal(finished, Estimator(mean_baseline)) == {"g"}
+    made = batches.build(finished, calls, RunConfig(), Estimator(mean_baseline), replaced={"g"})
+    assert sum(made.table["weight"].combine_chunks().values.to_pylist()) == pytest.approx(1)
+    assert made.ledger.fates[Fate.ZERO_ADVANTAGE] == 6
+
+
+def test_a_long_rollout_is_laid_out_in_well_under_a_second() -> None:
+    """200 turns that end at 60,000 tokens."""
+    calls, context = [], np.arange(100, dtype=np.int32)
+    for seq in range(200):
+        tokens = np.full(100, seq, np.int32)
+        made = call(seq, [], [])
+        calls.append(
+            replace(
+                made,
+                prompt=context,
+                tokens=tokens,
+                logprobs=np.zeros(100, np.float32),
+                spans=(Span(PolicyVersion("x", 0), 100),),
+            )
+        )
+        context = np.concatenate([context, tokens, np.full(200, 7, np.int32)])
+    started = time.monotonic()
+    (row,), _ = rows("r", calls, Layout(100_000))
+    assert time.monotonic() - started < 1.0
+    assert row.trained == 20_000
 
 
 @st.composite
@@ -207,18 +323,25 @@ def test_tokens_are_trained_at_most_once_and_weights_add_up(world, steps, limit,
     table = made.table.to_pylist()
     assert made.ledger.sampled == sum(len(c.tokens) for some in calls.values() for c in some)
 
-    trained_calls = [(row["attempt_id"], seq) for row in table for seq in row["calls"]]
+    trained_calls = [
+        (row["attempt_id"], seq)
+        for row in table
+        for seq in {s for s, kept in zip(row["calls"], row["trainable"], strict=True) if kept}
+    ]
     assert len(trained_calls) == len(set(trained_calls))
     by_id = {(name, c.seq): c for name, some in calls.items() for c in some}
     for row in table:
         assert len(row["tokens"]) <= limit
         assert row["trainable"][-1]
-        assert sum(row["trainable"]) == sum(
-            len(by_id[row["attempt_id"], seq].tokens) for seq in row["calls"]
-        )
+        for seq in {seq for seq in row["calls"] if seq >= 0}:
+            sampled = by_id[row["attempt_id"], seq]
+            at = len(sampled.prompt)
+            assert row["tokens"][: at + len(sampled.tokens)] == sampled.full.tolist()
+            assert row["calls"][at : at + len(sampled.tokens)] == [seq] * len(sampled.tokens)
         assert [w > 0 for w in row["weight"]] == row["trainable"]
 
-    usable = [r for r in rollouts if r.usable]
+    sizes = Counter(r.spec.group_id for r in rollouts if r.usable)
+    usable = [r for r in rollouts if r.usable and sizes[r.spec.group_id] > 1]
     rollouts_of_step = [len(range(step, len(usable), steps)) for step in range(steps)]
     for step in range(steps):
         mine = [row for row in table if row["optimizer_step"] == step]

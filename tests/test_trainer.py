@@ -52,12 +52,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(**trainer: object) -> RunConfig:
+def settings(kl: float = 0.0, lora_rank: int = 0, **trainer: object) -> RunConfig:
     defaults = {"lr": 1e-2, "micro_batch_tokens": 64, "threads": 1, "clip_grad": 1e6}
     return RunConfig(
-        model={"dtype": "float32", "max_model_len": 128},
+        model={"dtype": "float32", "max_model_len": 128, "lora_rank": lora_rank},
         sampling={"temperature": TEMPERATURE, "max_tokens": 64},
-        algorithm={"entropy": 0.01},
+        algorithm={"entropy": 0.01, "kl": kl},
         trainer=defaults | trainer,
     )
 
@@ -91,7 +91,8 @@ def batch(seed: int = 0, optimizer_steps: int = 1, rollouts: int = 5) -> pa.Tabl
             mine.append(
                 {
                     "rollout_id": f"r{rollout}", "group_id": "g", "attempt_id": f"a{rollout}",
-                    "calls": [0], "optimizer_step": rollout % optimizer_steps, "reward": 0.0,
+                    "calls": np.where(trainable, 0, -1),
+                    "optimizer_step": rollout % optimizer_steps, "reward": 0.0,
                     "tokens": random.integers(0, VOCABULARY, length), "trainable": trainable,
                     "logprobs": np.where(trainable, -random.random(length) * 6, 0),
                     "steps": np.zeros(length),
@@ -100,7 +101,8 @@ def batch(seed: int = 0, optimizer_steps: int = 1, rollouts: int = 5) -> pa.Tabl
         trained = sum(int(row["trainable"].sum()) for row in mine)
         advantage = float(random.normal())
         for row in mine:
-            row |= {"advantage": advantage, "weight": row["trainable"] / (rollouts * trained)}
+            row["advantage"] = row["trainable"] * advantage
+            row["weight"] = row["trainable"] / (rollouts * trained)
         table += mine
     return pa.Table.from_pylist(table, schema=ROW_SCHEMA)
 
@@ -122,7 +124,8 @@ def plain_gradient(model_dir: Path, table: pa.Table, config: RunConfig) -> tuple
         weight, behaviour = (torch.tensor(row[name][1:]) for name in ("weight", "logprobs"))
         old = current.detach()
         importance = (old - behaviour).exp().clamp(max=config.algorithm.importance_cap)
-        gain = importance * row["advantage"] * (current - old).exp()
+        advantage = torch.tensor(row["advantage"][1:])
+        gain = importance * advantage * (current - old).exp()
         loss = loss - (weight * (gain + config.algorithm.entropy * entropy)).sum()
     loss.backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
@@ -191,6 +194,40 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(
     assert checksum(load_file(tmp_path / "b.safetensors")) == expected
     with pytest.raises(ValueError, match="checkpoint of 1 trainer ranks"):
         resumed.load(tmp_path)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_kl_term_compares_with_the_weights_at_the_start(
+    start: Callable[..., Trainer], model_dir: Path, tmp_path: Path, lora_rank: int
+) -> None:
+    """With LoRA by leaving the adapter out; the exported weights are merged ones, with the model's
+    own names."""
+    trainer = start(kl=0.5, lora_rank=lora_rank)
+    before = trainer.export(tmp_path / "before.safetensors")
+    assert trainer.update(batch(1))["policy/kl_reference"] == pytest.approx(0, abs=1e-9)
+    assert trainer.update(batch(1))["policy/kl_reference"] > 1e-6
+    trainer.save(tmp_path / "checkpoint")
+    trainer.save_hf(tmp_path / "hf")
+    after = trainer.export(tmp_path / "after.safetensors")
+    assert after != before
+    found, original = (
+        load_file(tmp_path / "after.safetensors"),
+        load_file(model_dir / "model.safetensors"),
+    )
+    assert found.keys() == original.keys()
+    embedding = "model.embed_tokens.weight"
+    assert torch.equal(found[embedding], original[embedding]) == bool(lora_rank)
+    model, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), np.arange(20)
+    with torch.no_grad():
+        expected = plain_logprobs(model, tokens, 1.0)[0].numpy()
+    np.testing.assert_allclose(trainer.logprobs([(tokens, 1.0)])[0][1:], expected, atol=1e-5)
+
+    metrics = trainer.update(batch(2))
+    trainer.close()
+    resumed = start(kl=0.5, lora_rank=lora_rank)
+    resumed.load(tmp_path / "checkpoint")
+    assert resumed.export(tmp_path / "again.safetensors") == after
+    assert resumed.update(batch(2))["policy/kl_reference"] == metrics["policy/kl_reference"]
 
 
 def test_updates_exports_and_failures(

@@ -21,12 +21,13 @@ from lightning_ray.store.log import fsync
 @dataclass(frozen=True)
 class State:
     """What a run resumes from. `position` is what comes next; `checksum` is that of the exported
-    weights; `consumed` are the ids of the groups that this lineage of weights was trained on in its
-    last step."""
+    weights; `taken` counts the places of the task order that were used; `consumed` are the ids of
+    the groups that this lineage of weights was trained on in its last step."""
 
     position: Position
     version: PolicyVersion
     checksum: str
+    taken: int
     consumed: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -37,7 +38,11 @@ class State:
         data = json.loads(text)
         position = Position(data["position"]["step"], Phase(data["position"]["phase"]))
         return State(
-            position, PolicyVersion(**data["version"]), data["checksum"], tuple(data["consumed"])
+            position,
+            PolicyVersion(**data["version"]),
+            data["checksum"],
+            data["taken"],
+            tuple(data["consumed"]),
         )
 
 

@@ -78,14 +78,20 @@ def order(count: int, seed: int, start: int, length: int) -> list[int]:
 
 
 def training_specs(
-    tasks: Sequence[Task], step: int, version: PolicyVersion, groups: int, n: int, seed: int
+    tasks: Sequence[Task],
+    step: int,
+    version: PolicyVersion,
+    places: range,
+    n: int,
+    seed: int,
+    first: int = 0,
 ) -> list[RolloutSpec]:
-    """The rollouts of training step `step` (from 1). Their ids name the weights that will sample
-    them, so a restarted step finds what its lost predecessor finished, and a step after a rollback
-    does not."""
+    """The rollouts of training step `step` (from 1) for the tasks at `places` of the endless order,
+    in groups that are numbered from `first`. Their ids name the weights that will sample them, so a
+    restarted step finds what its lost predecessor finished, and a step after a rollback does
+    not."""
     specs = []
-    chosen = order(len(tasks), seed, (step - 1) * groups, groups)
-    for number, index in enumerate(chosen):
+    for number, index in enumerate(order(len(tasks), seed, places.start, len(places)), first):
         group = f"s{step:05d}-{version.lineage}-g{number:03d}"
         specs += [
             RolloutSpec(f"{group}-r{k:02d}", group, tasks[index], Split.TRAIN, step)

@@ -20,7 +20,7 @@ from lightning_ray.config import RunConfig, dump, load
 from lightning_ray.engine.actor import Policy
 from lightning_ray.metrics import MetricsLog
 from lightning_ray.placement import Bundles, Device, reserve
-from lightning_ray.records import FinishedRollout, PolicyVersion, RolloutState, Task
+from lightning_ray.records import FinishedRollout, PolicyVersion, RolloutSpec, RolloutState, Task
 from lightning_ray.report.console import Console, View
 from lightning_ray.rollouts import harness
 from lightning_ray.rollouts.lifecycle import ControllerStatus
@@ -30,7 +30,7 @@ from lightning_ray.run.cycle import Phase, Plan, Position
 from lightning_ray.run.ending import Results
 from lightning_ray.run.stack import RunError, Stack, with_counts
 from lightning_ray.samples import batch, dataset
-from lightning_ray.trainer.advantages import estimator
+from lightning_ray.trainer import advantages
 from lightning_ray.trainer.trainer import Trainer
 
 
@@ -50,7 +50,8 @@ class Run:
             config.run.validate_every,
             bool(self._validation),
         )
-        self._estimator = estimator(config.algorithm)
+        self._estimator = advantages.estimator(config.algorithm)
+        self._hook = advantages.call_advantages(config.algorithm)
         # A recipe that cannot be used is said before anything is started.
         harness.load(config.harness.recipe, config.harness.args, config.harness.env)
         # Weights made by this process belong to a lineage of their own: after a rollback the same
@@ -59,6 +60,8 @@ class Run:
         self._version = PolicyVersion(self._lineage, 0)
         self._position = self._plan.first()
         self._groups: list[FinishedRollout] = []
+        self._replaced: set[str] = set()  # groups that others stand in for
+        self._taken = self._next_place = 0  # places of the task order
         self._consumed: tuple[str, ...] = ()
         self._checksum = ""
         self._view = View(0, config.run.steps, "starting")
@@ -135,35 +138,53 @@ class Run:
     # -- phases ---------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        run = self._config.run
-        specs = data.training_specs(
-            self._train,
-            self._position.step + 1,
-            self._version,
-            run.groups_per_step,
-            self._config.rollout.n,
-            run.seed,
-        )
-        started = time.monotonic()
-        self._groups = self._stack.collect(specs, self._progress)
+        """Collects the groups of a step, and others in place of those that have no signal."""
+        wanted, started = self._config.run.groups_per_step, time.monotonic()
+        self._groups, self._replaced = [], set()
+        place = self._taken
+        for more in reversed(range(self._config.algorithm.refill + 1)):
+            found = self._stack.collect(self._specs(range(place, place + wanted)), self._progress)
+            place += wanted
+            self._groups += found
+            silent = batch.without_signal(found, self._estimator)
+            if not (silent and more):
+                break
+            self._say(f"{len(silent)} of {wanted} groups have no signal: others are collected")
+            self._replaced |= silent
+            wanted = len(silent)
+        self._next_place = place
         self._values |= self._rates(self._groups, time.monotonic() - started)
         self._check_faults(self._groups)
 
+    def _specs(self, places: range) -> list[RolloutSpec]:
+        return data.training_specs(
+            self._train,
+            self._position.step + 1,
+            self._version,
+            places,
+            self._config.rollout.n,
+            self._config.run.seed,
+            first=places.start - self._taken,
+        )
+
     def _update(self) -> None:
         calls = self._stack.calls(self._groups)
-        made = batch.build(self._groups, calls, self._config, self._estimator)
+        made = batch.build(
+            self._groups, calls, self._config, self._estimator, self._hook, self._replaced
+        )
         dataset.write(made, self.run_dir, self._position.step + 1)
         self._values |= made.statistics
         self._stack.sleep()
         self._trainer.wake()
         self._values |= self._trainer.update(made.table)
         self._consumed = tuple(sorted({r.spec.group_id for r in self._groups}))
+        self._taken = self._next_place
         self._version = PolicyVersion(self._lineage, self._position.step + 1)
         self._export()
 
     def _checkpoint(self) -> None:
         position = self._plan.after_sync(self._position.step)
-        state = State(position, self._version, self._checksum, self._consumed)
+        state = State(position, self._version, self._checksum, self._taken, self._consumed)
         self._checkpoints.write(state, self._fill_checkpoint)
 
     def _fill_checkpoint(self, folder: Path) -> None:
@@ -224,7 +245,7 @@ class Run:
         folder, state = found
         self._trainer.load(folder / "trainer")
         self._version, self._position = state.version, self._plan.resumed(state.position)
-        self._consumed = state.consumed
+        self._taken, self._consumed = state.taken, state.consumed
         self._export()
         if self._checksum != state.checksum:
             raise RunError(

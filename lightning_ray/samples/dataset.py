@@ -1,10 +1,10 @@
 """The batches that a run trained on, as files and as a Ray Dataset.
 
-`write` puts a batch's table under `batches/` of the run directory; `read` makes a Ray Dataset of
-all of them, for inspection, for supervised fine-tuning on what was sampled, or for training
-elsewhere.
+`write` puts a batch's rows under `batches/` of the run directory and its ledger under `ledger/`;
+`read` makes a Ray Dataset of all rows, for inspection, for supervised fine-tuning on what was
+sampled, or for training elsewhere, also while the run goes on.
 
-Invariants: a batch file is whole or absent; writing a step again replaces it.
+Invariants: a file is whole or absent; writing a step again replaces it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lightning_ray.samples.batch import Batch
@@ -21,23 +23,19 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 
-def path(run_dir: Path, step: int) -> Path:
-    """Where the batch of training step `step` lies."""
-    return run_dir / "batches" / f"step-{step:06d}.parquet"
+def path(run_dir: Path, step: int, kind: str = "batches") -> Path:
+    """Where the rows ("batches") or the ledger ("ledger") of training step `step` lie."""
+    return run_dir / kind / f"step-{step:06d}.parquet"
 
 
 def write(batch: Batch, run_dir: Path, step: int) -> Path:
-    """Writes the batch of training step `step` (columns: `batch.ROW_SCHEMA`)."""
-    final = path(run_dir, step)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    partial = final.with_suffix(".partial")
-    pq.write_table(batch.table, partial)
-    os.replace(partial, final)
-    return final
+    """Writes the batch of training step `step` (columns: `batch.ROW_SCHEMA`) and its ledger."""
+    _replace(batch.ledger.table, path(run_dir, step, "ledger"))
+    return _replace(batch.table, path(run_dir, step))
 
 
 def read(run_dir: Path) -> Dataset:
-    """A Ray Dataset of every batch of the run, in step order.
+    """A Ray Dataset of every batch of the run, in step order. Rows are read as they are asked for.
 
     Raises:
         FileNotFoundError: the run has trained on nothing yet.
@@ -50,3 +48,23 @@ def read(run_dir: Path) -> Dataset:
             f"no batches under {run_dir / 'batches'}: the run has made no update yet"
         )
     return ray.data.read_parquet(files)
+
+
+def find(run_dir: Path, rollout_id: str) -> tuple[int, pa.Table, pa.Table] | None:
+    """The step whose batch has a rollout, the rollout's part of the ledger, and its rows; None if
+    no batch has it."""
+    for file in sorted((run_dir / "ledger").glob("step-*.parquet")):
+        wanted = pc.field("rollout_id") == rollout_id
+        ledger = pq.read_table(file, filters=wanted)
+        if ledger.num_rows:
+            step = int(file.stem.removeprefix("step-"))
+            return step, ledger, pq.read_table(path(run_dir, step), filters=wanted)
+    return None
+
+
+def _replace(table: pa.Table, final: Path) -> Path:
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.with_suffix(".partial")
+    pq.write_table(table, partial)
+    os.replace(partial, final)
+    return final

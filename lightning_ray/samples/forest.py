@@ -5,13 +5,16 @@ own prompt, so a harness that keeps one context makes one chain, and one that ed
 makes branches. `branches` lists the root-to-leaf paths, depth first and older children first.
 
 Invariants: every call is on at least one branch and owned by exactly one, the first that it is on;
-what a branch does not own is a prefix of it; the order in which calls are given does not matter.
+what a branch does not own is a prefix of it; the order in which calls are given does not matter; a
+chain costs one comparison a call.
 """
 
 from __future__ import annotations
 
+import hashlib
+from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,53 +33,55 @@ class Branch:
 
 def parents(calls: Iterable[Call]) -> dict[int, int | None]:
     """The `seq` of each call's parent, by its own `seq`; None for a root."""
-    ordered = sorted(calls, key=lambda call: call.seq)
-    full = {call.seq: call.full for call in ordered}
-    return {
-        call.seq: max(
-            (
-                earlier.seq
-                for earlier in ordered[:number]
-                if _is_prefix(full[earlier.seq], call.prompt)
-            ),
-            # Of equal twins the older one is the parent.
-            key=lambda seq: (len(full[seq]), -seq),
-            default=None,
-        )
-        for number, call in enumerate(ordered)
-    }
+    found: dict[int, int | None] = {}
+    # The calls so far, the longest first; of equal twins the older one, which is the parent.
+    longest: list[tuple[int, int, Call]] = []
+    for call in sorted(calls, key=lambda call: call.seq):
+        found[call.seq] = next((seq for _, seq, c in longest if _continues(call, c)), None)
+        length = len(call.prompt) + len(call.tokens)
+        insort(longest, (-length, call.seq, call), key=lambda entry: entry[:2])
+    return found
 
 
-def branches(calls: Sequence[Call]) -> list[Branch]:
-    """The branches of one attempt's calls."""
+def branches(
+    calls: Sequence[Call], parent_of: Mapping[int, int | None] | None = None
+) -> list[Branch]:
+    """The branches of one attempt's calls; `parent_of` is what `parents` said of them."""
     by_seq = {call.seq: call for call in calls}
     if len(by_seq) != len(calls):
         raise ValueError(f"attempt {calls[0].attempt_id}: two calls have the same seq")
     children: dict[int | None, list[int]] = defaultdict(list)
-    for seq, parent in parents(calls).items():
+    for seq, parent in (parent_of or parents(calls)).items():
         children[parent].append(seq)
-    found, owned = [], set[int]()
-    # An explicit stack: a thousand-turn rollout is deeper than Python's.
-    stack: list[tuple[int, ...]] = [(seq,) for seq in reversed(children[None])]
+    found = []
+    # An explicit stack, since a thousand-turn rollout is deeper than Python's: a call, how many
+    # calls are above it, and whether it is the first child of its parent.
+    stack = [(seq, 0, True) for seq in reversed(children[None])]
+    path: list[int] = []
+    owned_from = 0
     while stack:
-        path = stack.pop()
-        below = children[path[-1]]
-        stack.extend((*path, seq) for seq in reversed(below))
+        seq, depth, first = stack.pop()
+        del path[depth:]
+        path.append(seq)
+        owned_from = owned_from if first and depth else depth
+        below = children[seq]
+        stack.extend((child, depth + 1, child == below[0]) for child in reversed(below))
         if not below:
-            owned_from = next(n for n, seq in enumerate(path) if seq not in owned)
-            owned.update(path)
             found.append(Branch(tuple(by_seq[seq] for seq in path), owned_from))
     return found
 
 
-def ambiguous_twins(calls: Iterable[Call]) -> frozenset[int]:
+def ambiguous_twins(
+    calls: Iterable[Call], parent_of: Mapping[int, int | None] | None = None
+) -> frozenset[int]:
     """The `seq`s of calls that sampled one same prompt, none of them continued: nobody can say
     which of the replies the harness got, so none is a sample of what it acted on."""
     calls = list(calls)
-    continued = set(parents(calls).values())
+    continued = set((parent_of or parents(calls)).values())
     twins: dict[bytes, list[int]] = defaultdict(list)
     for call in calls:
-        twins[np.asarray(call.prompt, np.int32).tobytes()].append(call.seq)
+        prompt = np.ascontiguousarray(call.prompt, np.int32)
+        twins[hashlib.blake2b(prompt.data).digest()].append(call.seq)
     return frozenset(
         seq
         for group in twins.values()
@@ -85,5 +90,12 @@ def ambiguous_twins(calls: Iterable[Call]) -> frozenset[int]:
     )
 
 
-def _is_prefix(head_T: np.ndarray, whole_T: np.ndarray) -> bool:
-    return len(head_T) <= len(whole_T) and np.array_equal(head_T, whole_T[: len(head_T)])
+def _continues(call: Call, earlier: Call) -> bool:
+    """True if `earlier`, prompt and reply, is a prefix of the prompt of `call`."""
+    head, whole, reply = len(earlier.prompt), call.prompt, earlier.tokens
+    # The reply first: it is short, and where two conversations differ most.
+    return (
+        head + len(reply) <= len(whole)
+        and np.array_equal(reply, whole[head : head + len(reply)])
+        and np.array_equal(earlier.prompt, whole[:head])
+    )

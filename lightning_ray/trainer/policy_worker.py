@@ -16,7 +16,8 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,15 @@ import torch
 import torch.distributed
 from safetensors.torch import save_file
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging as transformers_logging
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
+from verl.utils.model import convert_weight_keys
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine import EngineRegistry
@@ -73,6 +81,8 @@ class SampledTokensEngine(FSDPEngineWithLMHead):
 class PolicyWorker(TrainingWorker):
     """A data-parallel trainer rank."""
 
+    engine: Any  # verl's, which `infer_reference` changes for a moment
+
     def __init__(self, config: TrainingWorkerConfig, threads: int, seed: int) -> None:
         warnings.filterwarnings("ignore")
         logging.getLogger("torch").setLevel(logging.ERROR)
@@ -89,13 +99,38 @@ class PolicyWorker(TrainingWorker):
             super().__init__(config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start(self, loss: Callable) -> None:
-        """Loads model and optimizer."""
+    def start(self, loss: Callable, wants_reference: bool) -> None:
+        """Loads model and optimizer, and beside them the weights as they are now if a term of the
+        loss compares with them."""
         with contextlib.redirect_stdout(io.StringIO()):
             self.engine.initialize()
+            if wants_reference:
+                # verl keeps what is only evaluated off the GPU, in pinned memory, which needs one.
+                frozen = replace(self.engine_config, forward_only=torch.cuda.is_available())
+                self.reference = EngineRegistry.new(
+                    model_type=self.config.model_type,
+                    backend=self.engine_config.strategy,
+                    model_config=self.model_config,
+                    engine_config=frozen,
+                    optimizer_config=self.optimizer_config,
+                    checkpoint_config=self.checkpoint_config,
+                )
+                self.reference.initialize()
         # verl's warm-up begins at a learning rate of 0, which would waste the first update.
         self.engine.lr_scheduler.step()
         self.loss_fn = loss
+
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False
+    )
+    def infer_reference(self, data: TensorDict) -> TensorDict:
+        """Like `infer_batch`, under the weights that the run started with."""
+        trained = self.engine
+        self.engine = self.reference
+        try:
+            return self.infer_batch(data)
+        finally:
+            self.engine = trained
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def advance_schedule(self) -> float:
@@ -110,9 +145,8 @@ class PolicyWorker(TrainingWorker):
         """Writes the whole weights under their Hugging Face names; rank 0 returns their
         checksum."""
         tied = getattr(self.engine.module, "all_tied_weights_keys", {})
-        gathered, _ = self.engine.get_per_tensor_param()
         weights = {}
-        for name, tensor in gathered:
+        for name, tensor in self._gathered():
             if self.rank == 0 and name not in tied:
                 weights[name] = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
         if self.rank != 0:
@@ -122,3 +156,16 @@ class PolicyWorker(TrainingWorker):
         save_file(weights, partial, metadata={"format": "pt"})
         os.replace(partial, path)
         return checksum(weights)
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole weights one by one, adapters merged into them."""
+        if self.model_config.lora_rank == 0:
+            yield from self.engine.get_per_tensor_param()[0]
+            return
+        # As verl does it, but verl rounds them to bfloat16, whatever the model's precision.
+        module = self.engine.module
+        with merged_lora_context(module, backup_adapters=True):
+            named = convert_weight_keys(normalize_peft_param_name(module.state_dict()), module)
+            for name, tensor in named.items():
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                yield name, whole.detach().clone()  # the module's own are put back at the end

@@ -5,9 +5,8 @@ step. `export` writes weights for the engines, `save` and `load` are the exact c
 is a folder for other programs. One `Trainer` is one worker group; after `TrainerDied` make a new
 one and `load`.
 
-Invariants: rows are never padded nor dropped, only inert rows are added until the ranks share them
-equally; an update equals the same update with other micro-batches or another number of ranks; after
-`load` training goes on as if it had not stopped.
+Invariants: an update equals the same update with other micro-batches or another number of ranks;
+after `load` training goes on as if it had not stopped.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import ray
-import torch
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tensordict import TensorDict
@@ -34,7 +32,6 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.single_controller.ray.base import get_master_addr_port
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.config import (
     FSDPEngineConfig,
     FSDPOptimizerConfig,
@@ -44,7 +41,8 @@ from verl.workers.config import (
 
 from lightning_ray.config import RunConfig
 from lightning_ray.placement import Bundles, Device
-from lightning_ray.trainer import cpu_platform, loss
+from lightning_ray.trainer import cpu_platform, loss, packing
+from lightning_ray.trainer.packing import PackedRow
 from lightning_ray.trainer.policy_worker import PolicyWorker
 
 # Environment of the ranks: our platform for verl, and silence.
@@ -63,22 +61,6 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.js
 class TrainerDied(RuntimeError):
     """A trainer rank raised or was killed; the group is unusable and its bundles can be used
     again."""
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    """T tokens for the model; the columns speak of the token at their own position."""
-
-    tokens_T: np.ndarray  # noqa: N815
-    weight_T: np.ndarray  # noqa: N815
-    behaviour_T: np.ndarray  # noqa: N815
-    advantage: float = 0.0
-
-    def __len__(self) -> int:
-        return len(self.tokens_T)
-
-
-_INERT = _Sequence(np.zeros(2, np.int64), np.zeros(2, np.float32), np.zeros(2, np.float32))
 
 
 class Trainer:
@@ -113,7 +95,7 @@ class Trainer:
                 use_gpu=self._gpu,
                 worker_env=WORKER_ENV,
             )
-            self._group.start(loss.PolicyLoss(config.algorithm))
+            self._group.start(loss.PolicyLoss(config.algorithm), _wants_reference(config))
 
     def update(self, table: pa.Table) -> dict[str, float]:
         """Trains on a batch (`samples.batch.ROW_SCHEMA`) and returns metrics.
@@ -122,20 +104,19 @@ class Trainer:
         is said.
         """
         started = time.monotonic()
-        steps = _optimizer_steps(table)
+        steps = packing.optimizer_steps(table)
         if not steps:
             return {"optim/steps": 0.0, "trainer/seconds": time.monotonic() - started}
-        old = [self._logprobs(rows) if len(steps) > 1 else None for rows in steps]
-        each = [self._optimizer_step(*pair) for pair in zip(steps, old, strict=True)]
+        prepared = [self._with_references(rows, len(steps) > 1) for rows in steps]
+        each = [self._optimizer_step(rows) for rows in prepared]
         seconds = time.monotonic() - started
-        tokens = sum(len(row) for row in chain(*steps))
+        rows = list(chain(*steps))
+        tokens = sum(map(len, rows))
         return {name: float(np.mean([metrics[name] for metrics in each])) for name in each[0]} | {
             "optim/steps": float(len(steps)),
-            "trainer/rows": float(sum(map(len, steps))),
+            "trainer/rows": float(len(rows)),
             "trainer/tokens": float(tokens),
-            "trainer/trained_tokens": float(
-                sum(int((row.weight_T > 0).sum()) for row in chain(*steps))
-            ),
+            "trainer/trained_tokens": float(sum(row.trained for row in rows)),
             "trainer/tokens_per_second": tokens / seconds,
             "trainer/seconds": seconds,
         }
@@ -143,11 +124,9 @@ class Trainer:
     def logprobs(self, rows: Sequence[tuple[np.ndarray, float]]) -> list[np.ndarray]:
         """Log-probabilities of (tokens, temperature) rows under the current weights, one float32
         array of T each; the first token, which nothing predicts, has 0."""
-        sequences = [
-            _Sequence(np.asarray(tokens, np.int64), *np.ones((2, len(tokens)), np.float32))
-            for tokens, _ in rows
-        ]
-        return self._logprobs(sequences, [temperature for _, temperature in rows])
+        return self._logprobs(
+            [packing.plain(tokens) for tokens, _ in rows], [temperature for _, temperature in rows]
+        )
 
     def export(self, path: Path) -> str:
         """Writes the weights, whole, in `model.dtype`, as one safetensors file; returns their
@@ -213,15 +192,25 @@ class Trainer:
         for worker in self._group.workers:
             ray.kill(worker)
 
-    def _optimizer_step(
-        self, rows: list[_Sequence], old: list[np.ndarray] | None
-    ) -> dict[str, float]:
-        temperature = self._config.sampling.temperature
-        data, _ = self._jagged(rows, [temperature] * len(rows), old)
+    def _with_references(self, rows: list[PackedRow], several: bool) -> list[PackedRow]:
+        """`rows` with what must be computed before the first of several optimizer steps."""
+        temperatures = [self._config.sampling.temperature] * len(rows)
+        if several:
+            old = self._logprobs(rows, temperatures)
+            rows = [replace(row, old_T=old_T) for row, old_T in zip(rows, old, strict=True)]
+        if self._config.algorithm.kl:
+            base = self._logprobs(rows, temperatures, of_reference=True)
+            rows = [
+                replace(row, reference_T=base_T) for row, base_T in zip(rows, base, strict=True)
+            ]
+        return rows
+
+    def _optimizer_step(self, rows: list[PackedRow]) -> dict[str, float]:
+        data, _ = self._dealt(rows, [self._config.sampling.temperature] * len(rows))
         with self._watched("training"):
             metrics = tu.get(self._group.train_batch(data).get(), "metrics")
             lr = self._group.advance_schedule()[0]
-        trained = sum(int((row.weight_T > 0).sum()) for row in rows)
+        trained = sum(row.trained for row in rows)
         return {
             "policy/loss": float(metrics["loss"]),
             **{
@@ -235,57 +224,26 @@ class Trainer:
         }
 
     def _logprobs(
-        self, rows: list[_Sequence], temperatures: list[float] | None = None
+        self, rows: list[PackedRow], temperatures: list[float], of_reference: bool = False
     ) -> list[np.ndarray]:
-        data, order = self._jagged(
-            rows, temperatures or [self._config.sampling.temperature] * len(rows)
-        )
+        data, order = self._dealt(rows, temperatures)
         tu.assign_non_tensor(data, compute_loss=False, calculate_entropy=False)
         with self._watched("computing log-probabilities"):
-            found = self._group.infer_batch(data).get()["log_probs"].unbind()
-        result: list[np.ndarray] = [np.empty(0)] * len(rows)
-        for place, number in enumerate(order):
-            if number < len(rows):
-                # Back from the position that predicts a token to the token itself.
-                result[number] = np.concatenate([[0.0], found[place].numpy()[:-1]]).astype(
-                    np.float32
-                )
-        return result
+            if of_reference and not self._config.model.lora_rank:
+                found = self._group.infer_reference(data)
+            else:
+                tu.assign_non_tensor(data, no_lora_adapter=of_reference)
+                found = self._group.infer_batch(data)
+            return packing.back(found.get()["log_probs"].unbind(), order, len(rows))
 
-    def _jagged(
-        self,
-        rows: list[_Sequence],
-        temperature_N: list[float],
-        old: list[np.ndarray] | None = None,
+    def _dealt(
+        self, rows: list[PackedRow], temperatures: list[float]
     ) -> tuple[TensorDict, list[int]]:
-        """verl's batch of N rows, and which of `rows` stands at each place (inert ones are
-        beyond)."""
-        inert = -len(rows) % self._ranks
-        everything = [*rows, *[_INERT] * inert]
-        lengths = [len(row) for row in everything]
-        # verl gives each rank a run of N / ranks rows: let these be equally long.
-        order = list(chain(*get_seqlen_balanced_partitions(lengths, self._ranks, equal_size=True)))
-        placed = [everything[number] for number in order]
-        columns = {
-            "input_ids": [row.tokens_T for row in placed],
-            "position_ids": [np.arange(len(row)) for row in placed],
-            "loss_mask": [_ahead(row.weight_T > 0) for row in placed],
-            "weight": [_ahead(row.weight_T) for row in placed],
-            "behaviour": [_ahead(row.behaviour_T) for row in placed],
-            "advantage": [np.full(len(row), row.advantage, np.float32) for row in placed],
-        }
-        if old is not None:
-            everything_old = [*old, *[_INERT.behaviour_T] * inert]
-            columns["old"] = [_ahead(everything_old[number]) for number in order]
-        data = TensorDict(
-            {name: _nested(arrays) for name, arrays in columns.items()}, batch_size=[len(placed)]
-        )
-        temperature_N = [*temperature_N, *[1.0] * inert]
-        data["temperature"] = torch.tensor([temperature_N[number] for number in order])
+        data, order = packing.deal(rows, temperatures, self._ranks)
         tu.assign_non_tensor(
             data,
             use_dynamic_bsz=True,
-            max_token_len_per_gpu=max(self._config.trainer.micro_batch_tokens, *lengths),
+            max_token_len_per_gpu=max(self._config.trainer.micro_batch_tokens, *map(len, rows), 2),
             calculate_entropy=True,
             entropy_in_loss=self._config.algorithm.entropy > 0,
             pad_token_id=0,
@@ -319,31 +277,10 @@ class _Group(RayWorkerGroup):
         )
 
 
-def _optimizer_steps(table: pa.Table) -> list[list[_Sequence]]:
-    """The trained rows of each optimizer step that has any."""
-    steps: dict[int, list[_Sequence]] = {}
-    columns = [
-        table[name] for name in ("optimizer_step", "tokens", "weight", "logprobs", "advantage")
-    ]
-    for step, tokens, weight, logprobs, advantage in zip(*columns, strict=True):
-        row = _Sequence(
-            tokens.values.to_numpy().astype(np.int64),
-            weight.values.to_numpy(),
-            logprobs.values.to_numpy(),
-            advantage.as_py(),
-        )
-        if row.weight_T.any():
-            steps.setdefault(step.as_py(), []).append(row)
-    return [steps[number] for number in sorted(steps)]
-
-
-def _ahead(values_T: np.ndarray) -> np.ndarray:
-    """float32 of T, moved to the position that predicts: what is said of token t+1 stands at t."""
-    return np.append(values_T[1:], 0).astype(np.float32)
-
-
-def _nested(arrays: list[np.ndarray]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(list(map(torch.from_numpy, arrays)), layout=torch.jagged)
+def _wants_reference(config: RunConfig) -> bool:
+    """True if the ranks need the starting weights beside the trained ones; with LoRA they have
+    them without the adapter."""
+    return config.algorithm.kl > 0 and config.model.lora_rank == 0
 
 
 def _worker_config(
@@ -367,6 +304,9 @@ def _worker_config(
             load_tokenizer=False,
             trust_remote_code=config.model.trust_remote_code,
             use_remove_padding=True,
+            lora_rank=config.model.lora_rank,
+            lora_alpha=config.model.lora_alpha,
+            target_modules=config.model.lora_targets,
             enable_gradient_checkpointing=trainer.gradient_checkpointing,
             override_config={"attn_implementation": "flash_attention_2" if flash else "sdpa"},
         ),

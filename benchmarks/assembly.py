@@ -1,0 +1,78 @@
+"""How long it takes to make training rows of long rollouts.
+
+    python benchmarks/assembly.py [--tokens 60000]
+
+Rollouts of 25 to 400 turns that end at the same length; "every pair" compares each call with every
+earlier one, as an assembly without order does. Prints milliseconds and peak memory of ours beyond
+the calls themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import tracemalloc
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lightning_ray.records import Call, FinishReason, PolicyVersion, Span
+from lightning_ray.samples.rows import Layout, rows
+
+
+def rollout(turns: int, tokens: int) -> list[Call]:
+    """Calls of one context that grows by tool results as long as the turns."""
+    random, context, calls = np.random.default_rng(0), np.zeros(64, np.int32), []
+    each = (tokens - 64) // (2 * turns)
+    for seq in range(turns):
+        sampled = random.integers(0, 50_000, each).astype(np.int32)
+        calls.append(
+            Call(
+                f"c{seq}", "a", seq, context, sampled, np.zeros(each, np.float32),
+                (Span(PolicyVersion("x", 0), each),), FinishReason.STOP,
+            )
+        )  # fmt: skip
+        result = random.integers(0, 50_000, each).astype(np.int32)
+        context = np.concatenate([context, sampled, result])
+    return calls
+
+
+def every_pair(calls: list[Call]) -> None:
+    """The baseline: the longest earlier call that is a prefix, by looking at all."""
+    full = [call.full for call in calls]
+    for number, call in enumerate(calls):
+        for earlier in full[:number]:
+            len(earlier) <= len(call.prompt) and np.array_equal(
+                earlier, call.prompt[: len(earlier)]
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=60_000)
+    options = parser.parse_args()
+    table = Table(title=f"rollouts that end at {options.tokens} tokens")
+    for column in ("turns", "ours, ms", "every pair, ms", "ratio", "ours, MiB"):
+        table.add_column(column, justify="right")
+    for turns in (25, 50, 100, 200, 400):
+        calls = rollout(turns, options.tokens)
+        started = time.perf_counter()
+        rows("r", calls, Layout(options.tokens))
+        ours = time.perf_counter() - started
+        started = time.perf_counter()
+        every_pair(calls)
+        pairs = time.perf_counter() - started
+        tracemalloc.start()
+        rows("r", calls, Layout(options.tokens))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        table.add_row(
+            str(turns), f"{ours * 1e3:.1f}", f"{pairs * 1e3:.1f}", f"{pairs / ours:.1f}",
+            f"{peak / 2**20:.1f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

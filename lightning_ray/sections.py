@@ -1,0 +1,343 @@
+"""The sections of a run's configuration: every key, its type, its default and its meaning.
+
+Pure declarations; import from `config.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, and strict about unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class RunSection(Section):
+    name: str = Field(
+        "train", description="Name of the run; its directory and dashboards carry it."
+    )
+    dir: str = Field(
+        "runs/{name}", description="Run directory. A run resumes from what lies there."
+    )
+    seed: int = Field(0, description="Seed of data order, sampling and training.")
+    steps: int = Field(10, ge=1, description="Optimizer batches (policy versions) in all.")
+    groups_per_step: int = Field(4, ge=1, description="Task groups that one update consumes.")
+    validate_every: int = Field(
+        0,
+        ge=0,
+        description="Validate every k steps. 0: only before the first and after the last step.",
+    )
+    checkpoint_every: int = Field(
+        1, ge=1, description="Checkpoint every k steps, and after the last."
+    )
+    keep_checkpoints: int = Field(
+        2, ge=1, description="Newest checkpoints kept; the best is kept too."
+    )
+    collect_timeout_s: float = Field(
+        7200,
+        gt=0,
+        description="Longest wait for the rollouts of one step before the "
+        "run stops with a diagnosis.",
+    )
+    max_infrastructure_faults: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of a step's rollouts lost to infrastructure that stops the run.",
+    )
+
+
+class ModelSection(Section):
+    path: str = Field(
+        "smollm2-135m",
+        description="A Hugging Face folder, a hub name, or a built-in name (smollm2-135m, tiny).",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16",
+        description="Precision of weights and computation, in the engine and the trainer.",
+    )
+    max_model_len: int = Field(
+        32768, ge=16, description="Context window in tokens: prompt and reply."
+    )
+    chat_template: str | None = Field(
+        None, description="Path of a Jinja chat template that replaces the tokenizer's own."
+    )
+    tool_parser: str | None = Field(
+        None, description="vLLM tool parser (hermes, qwen3_xml, llama3_json, ...)."
+    )
+    reasoning_parser: str | None = Field(
+        None, description="vLLM reasoning parser (qwen3, deepseek_r1, ...)."
+    )
+    keep_reasoning: bool = Field(
+        False,
+        description="Keep the reasoning of earlier turns in the prompt, also where the harness or "
+        "the chat template leaves it out (which makes every turn a new branch).",
+    )
+    trust_remote_code: bool = Field(False, description="Allow model code from the model folder.")
+    lora_rank: int = Field(
+        0,
+        ge=0,
+        description="Rank of LoRA adapters; the other weights stay as they are. 0: all are "
+        "trained.",
+    )
+    lora_alpha: int = Field(32, ge=1, description="LoRA's alpha: updates are scaled by alpha/rank.")
+    lora_targets: str = Field(
+        "all-linear", description="Modules with an adapter, as peft names them."
+    )
+
+
+class EngineSection(Section):
+    count: int = Field(1, ge=1, description="vLLM engines.")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs per engine.")
+    max_num_seqs: int = Field(64, ge=1, description="Sequences one engine decodes at a time.")
+    gpu_memory_utilization: float = Field(
+        0.85,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory for the engine while it is awake (GPU only).",
+    )
+    cpu_kv_cache_gib: int = Field(
+        1, ge=1, description="KV cache of an engine on a CPU, in GiB (CPU only)."
+    )
+    enforce_eager: bool | None = Field(
+        None,
+        description="Skip compilation and CUDA graphs. Default: true on a CPU, false on a GPU.",
+    )
+    threads: int = Field(2, ge=1, description="OpenMP threads of an engine on a CPU (CPU only).")
+    verify_sync: bool = Field(
+        False,
+        description="After each weight sync compare the engine's checksum with the trainer's.",
+    )
+
+
+class SamplingSection(Section):
+    temperature: float = Field(
+        1.0, gt=0, description="Sampling temperature; the trainer divides logits by it too."
+    )
+    max_tokens: int = Field(2048, ge=1, description="Most tokens sampled in one call.")
+    honour_max_tokens: bool = Field(
+        True, description="Let a harness ask for fewer tokens than max_tokens."
+    )
+    honour_stop: bool = Field(True, description="Let a harness give stop strings.")
+    validation_temperature: float | None = Field(
+        None, gt=0, description="Temperature in validation. Default: as in training."
+    )
+
+
+class GatewaySection(Section):
+    host: str = Field("127.0.0.1", description="Address the gateway listens on.")
+    port: int = Field(
+        8765, ge=0, le=65535, description="Port the gateway listens on; 0 takes a free one."
+    )
+    replicas: int = Field(1, ge=1, description="Gateway replicas.")
+    advertise: str | None = Field(
+        None,
+        description="Base URL that harnesses use. Default: "
+        "http://HOST:PORT of this cluster's head.",
+    )
+    haproxy: bool = Field(
+        True, description="Use Ray Serve's HAProxy ingress where Ray can (Linux)."
+    )
+    hold_s: float = Field(
+        90,
+        gt=0,
+        description="Seconds that a model call is held while the gate is closed (an update), "
+        "before the answer is 503 with Retry-After: 20. Every known harness bears 90.",
+    )
+    max_body_mib: int = Field(
+        32, ge=1, description="Largest request body, in MiB; above it the answer is 413."
+    )
+
+
+class HarnessSection(Section):
+    recipe: str = Field(
+        "mini-swe-agent", description="A built-in recipe, or the path of a YAML file with your own."
+    )
+    args: list[str] = Field(
+        default_factory=list, description="Arguments added to the recipe's command."
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment added to the recipe's."
+    )
+
+
+class RolloutSection(Section):
+    n: int = Field(8, ge=1, description="Rollouts per task: the GRPO group.")
+    concurrency: int = Field(
+        16, ge=1, description="Harnesses running at a time in the whole cluster."
+    )
+    retries: int = Field(2, ge=0, description="New attempts after an infrastructure fault.")
+    timeout_s: float = Field(1800, gt=0, description="Time limit of one attempt, in seconds.")
+    cpus: float = Field(
+        0.25,
+        gt=0,
+        description="CPUs that Ray reserves per harness (it mostly waits for the model).",
+    )
+    memory_mib: int = Field(
+        2048, ge=64, description="Memory limit of a harness and its tools, in MiB."
+    )
+    max_processes: int = Field(
+        256, ge=8, description="Processes a harness and its tools may have at a time."
+    )
+    output_mib: int = Field(
+        16, ge=1, description="Most stdout and stderr kept from a harness, in MiB."
+    )
+    workspace_mib: int = Field(512, ge=1, description="Largest file a harness may write, in MiB.")
+    keep_workspaces: bool = Field(
+        False, description="Keep workspaces after grading, for debugging."
+    )
+
+
+class TaskSection(Section):
+    train: str = Field(
+        "lightning_ray.tasks.swe.embedded:train", description="`module:function` or JSONL of tasks."
+    )
+    validation: str | None = Field(
+        "lightning_ray.tasks.swe.embedded:validation",
+        description="`module:function` or JSONL of validation tasks; null for none.",
+    )
+    prepare: str | None = Field(
+        "lightning_ray.tasks.swe.workspace:prepare",
+        description="`module:function(task, workspace)` that fills a fresh "
+        "workspace. null: it stays empty.",
+    )
+    collect: str | None = Field(
+        "lightning_ray.tasks.swe.workspace:collect",
+        description="`module:function(task, workspace) -> dict` that reads the "
+        "result once the harness is dead.",
+    )
+    grader: str | None = Field(
+        "lightning_ray.tasks.swe.grading:grade",
+        description="`module:function(task, result, episode) -> Reward`. null: "
+        "command, or a POST from outside.",
+    )
+    grader_command: list[str] | None = Field(
+        None, description="Command that reads a JSON object on stdin and prints a reward as JSON."
+    )
+    grader_timeout_s: float = Field(300, gt=0, description="Longest wait for a reward, in seconds.")
+
+
+class SamplesSection(Section):
+    merge: Literal["forest", "call"] = Field(
+        "forest",
+        description="Training rows: calls that continue each other share one (forest), or every "
+        "call is one (call).",
+    )
+    train_side_calls: bool = Field(
+        False, description="Train side calls too: titles, compaction summaries."
+    )
+    train_constrained: bool = Field(
+        False,
+        description="Train tokens sampled under a grammar, whose recorded probabilities the "
+        "trainer cannot reproduce.",
+    )
+
+
+class AlgorithmSection(Section):
+    estimator: str = Field(
+        "grpo",
+        description="Advantage estimator, by verl's name: grpo, rloo, opo, gpg, grpo_passk, "
+        "reinforce_plus_plus_baseline, ...",
+    )
+    normalize_by_std: bool = Field(
+        True,
+        description="Divide the advantage by the group's standard deviation (Dr. GRPO does not).",
+    )
+    call_advantages: str | None = Field(
+        None,
+        description="`module:function(rollout, calls, advantage)` that gives each call of a "
+        "rollout its own advantage (process rewards). null: all have the rollout's.",
+    )
+    refill: int = Field(
+        0,
+        ge=0,
+        description="Most rounds in which groups without a signal, or with fewer than two usable "
+        "rollouts, are replaced by groups of other tasks (dynamic sampling). 0: they are skipped.",
+    )
+    normalization: Literal["rollout", "token", "row", "constant"] = Field(
+        "rollout",
+        description="What counts equally in the loss: every rollout, every token of the batch, "
+        "every row, or every rollout divided by a constant length (Dr. GRPO).",
+    )
+    normalization_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="The length of normalization=constant. Default: trainer.max_row_tokens.",
+    )
+    policy_loss: Literal["vanilla", "gspo", "cispo"] = Field(
+        "vanilla",
+        description="Policy loss, by verl's name: vanilla (PPO's clip), gspo (one ratio per call), "
+        "cispo.",
+    )
+    clip_low: float = Field(0.2, ge=0, description="Clip below the ratio 1.")
+    clip_high: float = Field(0.2, ge=0, description="Clip above the ratio 1.")
+    clip_dual: float = Field(
+        3.0, gt=1, description="Dual clip: largest loss factor for negative advantages (vanilla)."
+    )
+    importance: Literal["token", "sequence", "none"] = Field(
+        "token",
+        description="Detached importance weight old/behaviour: per token, per call (the product "
+        "of its tokens'), or none.",
+    )
+    importance_cap: float = Field(
+        2.0,
+        gt=0,
+        description="Largest importance weight (truncated importance sampling).",
+    )
+    importance_floor: float | None = Field(
+        None,
+        gt=0,
+        description="With it, tokens whose importance weight is outside floor and cap leave the "
+        "loss (IcePop).",
+    )
+    reject: str | None = Field(
+        None,
+        description="Rejection of tokens or calls that the trainer finds too unlikely, by verl's "
+        "name: token_k1, token_k2, token_k3, seq_sum_k1, seq_mean_k1, seq_max_k2, ...",
+    )
+    reject_threshold: str | None = Field(
+        None, description="Threshold of `reject`, as verl writes it: 2.0, or 0.5_2.0 for k1."
+    )
+    entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    kl: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the KL divergence from the model that the run started with.",
+    )
+    kl_estimator: Literal["k2", "k3", "k1+", "k3+"] = Field(
+        "k3+",
+        description="Estimator of the KL divergence (http://joschu.net/blog/kl-approx.html). With "
+        "+ its gradient is that of k2, the unbiased one.",
+    )
+
+
+class TrainerSection(Section):
+    ranks: int = Field(1, ge=1, description="Data-parallel trainer ranks, one per bundle.")
+    strategy: Literal["fsdp2"] = Field("fsdp2", description="verl training engine.")
+    lr: float = Field(1e-6, gt=0, description="Learning rate of AdamW.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay of AdamW.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Betas of AdamW.")
+    clip_grad: float = Field(1.0, gt=0, description="Largest gradient norm.")
+    optimizer_steps: int = Field(
+        1, ge=1, description="Optimizer steps per batch, each over whole rollouts."
+    )
+    micro_batch_tokens: int = Field(16384, ge=16, description="Tokens per micro-batch and rank.")
+    max_row_tokens: int | None = Field(
+        None, description="Longest training row in tokens. Default: model.max_model_len."
+    )
+    gradient_checkpointing: bool = Field(
+        True, description="Recompute activations in the backward pass."
+    )
+    threads: int = Field(2, ge=1, description="torch threads per rank on a CPU (CPU only).")
+
+
+class TrackingSection(Section):
+    backends: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab"], ...] = Field(
+        ("tensorboard",), description="verl Tracking back ends."
+    )
+    project: str = Field("lightning_ray", description="Project name for the tracking back ends.")
