@@ -27,7 +27,7 @@ from starlette.responses import Response
 
 import lightning_ray.tasks
 from lightning_ray.config import load
-from lightning_ray.engine.actor import Generation
+from lightning_ray.engine.actor import Generation, PackedGenerate
 from lightning_ray.gateway import deploy
 from lightning_ray.records import (
     FinishReason,
@@ -109,7 +109,7 @@ def make_body(tokenizer: Any) -> str:
     raise AssertionError("even an empty request is too long")
 
 
-class InstantEngine:
+class InstantEngine(PackedGenerate):
     """An engine actor without a model."""
 
     def __init__(self, tokens: list[np.ndarray]) -> None:

@@ -18,7 +18,7 @@ import openai
 import ray
 
 from lightning_ray.config import load
-from lightning_ray.engine.actor import Generation
+from lightning_ray.engine.actor import Generation, PackedGenerate
 from lightning_ray.gateway import deploy
 from lightning_ray.records import FinishReason, PolicyVersion, RolloutSpec, Span, Split, Task
 from lightning_ray.run import cluster
@@ -57,7 +57,7 @@ def make_tokenizer(folder: Path) -> Any:
     return fast
 
 
-class ScriptedEngine:
+class ScriptedEngine(PackedGenerate):
     """An engine actor without a model. After `script`, calls are answered with one text after the
     other, the last one again and again; after `play`, a call is answered with what its prompt asks
     for. Prompts are remembered."""

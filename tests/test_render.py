@@ -172,7 +172,7 @@ def sampled(renderer, messages, text, *, reasoning_parser=False, ended=True, too
     end = [next(iter(renderer.end_tokens))] if ended else []
     tokens = np.array([*renderer.tokenizer.encode(text, add_special_tokens=False), *end], np.int32)
     reason = FinishReason.STOP if ended else FinishReason.LENGTH
-    turn = renderer.parse(asked, tokens, reason)
+    turn, _ = renderer.parse(asked, tokens, reason)
     return Call("c", "a", 0, prompt, tokens, np.zeros(len(tokens), np.float32),
                 (Span(PolicyVersion("l", 0), len(tokens)),), reason, turn=turn)  # fmt: skip
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from lightning_ray.engine.actor import EngineDead, Generation
+from lightning_ray.engine.actor import EngineDead, Generation, PackedGenerate
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +75,12 @@ class EnginePool:
             NoEngine: every engine failed.
         """
         failed: list[int] = []
+        packed = PackedGenerate.pack(prompt, sampling)
         while (engine := self._router.choose(rollout_id, time.monotonic(), failed)) is not None:
-            running = self.engines[engine].generate.remote(prompt, **sampling)
+            running = self.engines[engine].generate_packed.remote(packed)
             try:
-                return await running
+                generation: Generation = pickle.loads(await running)
+                return generation
             except asyncio.CancelledError:
                 ray.cancel(running)
                 raise

@@ -41,6 +41,8 @@ def environment(gateway: GatewaySection) -> dict[str, str]:
     variables = {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        # One prompt at a time gains nothing from threads.
+        "TOKENIZERS_PARALLELISM": "false",
         # Ray waits half a minute for load balancers outside; harnesses are gone when we stop.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         # Ray's defaults (5 and 10 s) give up on the proxy of a busy two-core machine.

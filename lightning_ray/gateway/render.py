@@ -21,6 +21,7 @@ import numpy as np
 from lightning_ray.config import ModelSection
 from lightning_ray.gateway.dialects import PARTS, ChatRequest
 from lightning_ray.gateway.errors import ApiError
+from lightning_ray.gateway.tokenize import Tokenize
 from lightning_ray.records import Call, FinishReason, ToolCall, Turn
 
 # Stands for the words of an assistant in a template, to see what the template puts after them.
@@ -54,6 +55,7 @@ class Renderer:
         if (Path(model_dir) / "generation_config.json").exists():
             eos = GenerationConfig.from_pretrained(model_dir).eos_token_id or eos
         self._keep_reasoning = model.keep_reasoning
+        self._tokenize = Tokenize(self.tokenizer)
         self._wants_parts = _wants_parts(self.tokenizer.chat_template)
         self.end_tokens = frozenset(eos if isinstance(eos, list) else [eos])
 
@@ -63,7 +65,7 @@ class Renderer:
         Raises:
             ApiError: 400, the chat template refuses these messages.
         """
-        return self._tokens(self._text(request, request.messages, to_be_continued=True))
+        return self._tokenize(self._text(request, request.messages, to_be_continued=True))
 
     def extend(self, request: ChatRequest, index: int, call: Call) -> np.ndarray | None:
         """The prompt of `request`, whose message `index` is the turn of `call`, with the call's
@@ -86,10 +88,10 @@ class Renderer:
         reasoning = (call.turn.reasoning or "").strip()
         if reasoning not in head and not self._keep_reasoning:
             return None
-        tokens = self._tokens(closing + whole[len(head) :])
+        tokens = self._tokenize(closing + whole[len(head) :])
         # A sample that ended by itself has the closing's end token already.
         if len(call.tokens) and call.tokens[-1] in self.end_tokens:
-            ends = np.flatnonzero(tokens[: len(self._tokens(closing))] == call.tokens[-1])
+            ends = np.flatnonzero(tokens[: len(self._tokenize(closing))] == call.tokens[-1])
             tokens = tokens[ends[0] + 1 :] if len(ends) else tokens
         return np.concatenate([call.full, tokens])
 
@@ -123,14 +125,14 @@ class Renderer:
         tokens: np.ndarray,
         reason: FinishReason,
         tool_call_prefix: str = "call_",
-    ) -> Turn:
-        """What the model said."""
+    ) -> tuple[Turn, str]:
+        """What the model said, and the text that was decoded."""
         ids = tokens.tolist()
         if ids and ids[-1] in self.end_tokens:
             ids = ids[:-1]
         text = self.tokenizer.decode(ids, skip_special_tokens=self._parser_class is None)
         if self._parser_class is None:
-            return Turn(content=text, finish_reason=reason)
+            return Turn(content=text, finish_reason=reason), text
         parser = self._parser_class(self.tokenizer, request.parsed.tools)
         reasoning, content, calls = parser.parse(
             text,
@@ -140,7 +142,7 @@ class Renderer:
         )
         if not (content or reasoning or calls):
             content = text  # a forced call that is malformed: vLLM would drop it
-        return Turn(
+        turn = Turn(
             content=content,
             reasoning=reasoning,
             tool_calls=tuple(
@@ -150,6 +152,7 @@ class Renderer:
             ),
             finish_reason=reason,
         )
+        return turn, text
 
     @functools.cached_property
     def _closing(self) -> str:
@@ -190,16 +193,6 @@ class Renderer:
             raise ApiError(
                 400, f"The chat template refuses these messages: {error}", param="messages"
             ) from error
-
-    def _tokens(self, text: str) -> np.ndarray:
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
-        # The same ids, without the offsets and masks that take as long again.
-        backend.no_truncation()
-        backend.no_padding()
-        [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, np.int32)
 
 
 def _as_user(message: dict[str, Any]) -> dict[str, Any]:

@@ -260,7 +260,7 @@ class Service:
             stop=plan.stop,
             constraint=plan.constraint,
         )
-        turn = self._renderer.parse(
+        turn, text = self._renderer.parse(
             request, generation.tokens, generation.finish_reason, dialect.TOOL_CALL_PREFIX
         )
         return Call(
@@ -272,9 +272,7 @@ class Service:
             logprobs=generation.logprobs,
             spans=generation.spans,
             finish_reason=generation.finish_reason,
-            text=self._renderer.tokenizer.decode(
-                generation.tokens.tolist(), skip_special_tokens=True
-            ),
+            text=text,
             turn=turn,
             history=plan.history,
             branch=plan.branch,

@@ -15,15 +15,12 @@ from lightning_ray.gateway.dialects import ChatRequest
 from lightning_ray.records import SideCall
 
 # What the instructions of title calls say (Claude Code, OpenCode).
-_TITLE = re.compile(
-    r"title generator|generate a (concise|short|brief)[^.]{0,80}\btitle\b", re.IGNORECASE
-)
+_TITLE = re.compile(r"title generator|generate a (concise|short|brief)[^.]{0,80}\btitle\b")
 # What the instructions of compaction calls say (Codex, OpenCode, qwen-code, Claude Code).
 _COMPACTION = re.compile(
     r"context checkpoint compaction|context summari[sz]ation|"
     r"summari[sz]es? (internal )?(the |this |our )?(chat|conversation)|"
-    r"detailed summary of (the|our) conversation",
-    re.IGNORECASE,
+    r"detailed summary of (the|our) conversation"
 )
 
 
@@ -42,10 +39,11 @@ def classify(
     if request.tools:
         return None
     system = [m["content"] for m in request.messages if m["role"] == "system"]
-    instructions = "\n".join([*system, request.messages[-1]["content"] or ""])
-    if _COMPACTION.search(instructions):
+    instructions = "\n".join([*system, request.messages[-1]["content"] or ""]).lower()
+    # Looking for a word is a hundred times faster than these expressions.
+    if ("summar" in instructions or "compact" in instructions) and _COMPACTION.search(instructions):
         return SideCall.COMPACTION
-    if _TITLE.search(instructions):
+    if "title" in instructions and _TITLE.search(instructions):
         return SideCall.TITLE
     return SideCall.OTHER if attempt_has_tools else None
 
