@@ -18,6 +18,7 @@ from fastapi.responses import ORJSONResponse, StreamingResponse
 from pydantic import BaseModel
 from ray import serve
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.pool import EnginePool
@@ -52,7 +53,27 @@ _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Refused: an error in the shape of the route's protocol."}
 }
+
+
+class OneRequestPerConnection:
+    """Closes the connection after each answer. On a connection that it uses again, HAProxy 2.8 does
+    not pass on that a client has left, and its call would never be seen as one to be repeated. The
+    clients' own connections to HAProxy stay open."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, receive, closing)
+
+
 app = FastAPI(title="lightning_ray gateway", docs_url=None, redoc_url=None, responses=_REFUSALS)
+app.add_middleware(OneRequestPerConnection)
 
 
 @app.exception_handler(ApiError)
