@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_ray.engine.actor import Generation, PackedGenerate
 from lightning_ray.gateway import deploy
 from lightning_ray.records import FinishReason, PolicyVersion, RolloutSpec, Span, Split, Task
 from lightning_ray.run import cluster
+from lightning_ray.samples.rows import CallFate, Fate
 from lightning_ray.store import actor as store_actor
 
 CHATML = """\
@@ -55,6 +57,13 @@ def make_tokenizer(folder: Path) -> Any:
     fast.chat_template = CHATML
     fast.save_pretrained(folder)
     return fast
+
+
+def tokens_by_fate(fates: list[CallFate]) -> Counter[Fate]:
+    counted: Counter[Fate] = Counter()
+    for fate in fates:
+        counted[fate.fate] += fate.tokens
+    return counted
 
 
 class ScriptedEngine(PackedGenerate):

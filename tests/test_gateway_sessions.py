@@ -18,7 +18,7 @@ import pytest
 import ray
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import CALL, HELLO, TOOLS, Running
+from support import CALL, HELLO, TOOLS, Running, tokens_by_fate
 
 from lightning_ray.engine.pool import EnginePool
 from lightning_ray.gateway import deploy
@@ -298,9 +298,10 @@ def test_a_sub_agent_is_a_tree_of_its_own_and_is_trained(gateway):
     calls = calls_of(gateway, attempt)
     assert [call.branch for call in calls] == [Branch.ROOT, Branch.ROOT, Branch.CONTINUED]
     assert [call.side for call in calls] == [None] * 3
-    made, fates = rows.rows("r", calls, 3000)
-    assert sorted(row.calls for row in made) == [(0, 2), (1,)]
-    assert fates[rows.Fate.TRAINED] == sum(len(call.tokens) for call in calls)
+    made, fates = rows.rows("r", calls, rows.Layout(3000))
+    trained = [sorted(set(row.calls_T[row.trainable_T].tolist())) for row in made]
+    assert sorted(trained) == [[0, 2], [1]]
+    assert tokens_by_fate(fates)[rows.Fate.TRAINED] == sum(len(call.tokens) for call in calls)
 
 
 def test_a_compaction_is_a_side_call_and_what_follows_it_a_named_branch(gateway):
@@ -316,8 +317,8 @@ def test_a_compaction_is_a_side_call_and_what_follows_it_a_named_branch(gateway)
     calls = calls_of(gateway, attempt)
     assert [call.side for call in calls] == [None, SideCall.COMPACTION, None]
     assert [call.branch for call in calls] == [Branch.ROOT, Branch.ROOT, Branch.COMPACTED]
-    _, fates = rows.rows("r", calls, 3000)
-    assert fates[rows.Fate.SIDE] == len(calls[1].tokens)
+    _, fates = rows.rows("r", calls, rows.Layout(3000))
+    assert tokens_by_fate(fates)[rows.Fate.SIDE] == len(calls[1].tokens)
 
 
 junk = st.recursive(

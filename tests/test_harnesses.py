@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from support import Running
+from support import Running, tokens_by_fate
 
 from lightning_ray.gateway import deploy
 from lightning_ray.records import Branch, Outcome, Task
@@ -147,10 +147,11 @@ def check(case: Case, result: local.AttemptResult, calls: list, log: str) -> Non
     assert [call.text for call in main] == case.script
     for before, after in pairwise(main):
         assert np.array_equal(after.prompt[: len(before.full)], before.full)
-    made, fates = rows.rows("r", calls, max_tokens=CONTEXT_TOKENS)
+    made, fates = rows.rows("r", calls, rows.Layout(CONTEXT_TOKENS))
     assert len(made) == 1
-    assert fates[rows.Fate.TRAINED] == sum(len(call.tokens) for call in main)
-    assert fates.total() == sum(len(call.tokens) for call in calls)
+    counted = tokens_by_fate(fates)
+    assert counted[rows.Fate.TRAINED] == sum(len(call.tokens) for call in main)
+    assert counted.total() == sum(len(call.tokens) for call in calls)
 
 
 def said(asked: local.AttemptRequest) -> str:

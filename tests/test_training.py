@@ -149,6 +149,21 @@ def test_the_batches_are_a_ray_dataset(killed_and_resumed):
         assert pq.read_schema(path(run_dir, step)).names == ROW_SCHEMA.names
 
 
+def test_every_token_of_a_run_can_be_explained(killed_and_resumed, capsys):
+    import pyarrow.parquet as pq
+
+    from lightning_ray.__main__ import main
+    from lightning_ray.samples.dataset import path
+
+    run_dir, _, _ = killed_and_resumed
+    [entry, *_] = pq.read_table(path(run_dir, 2, "ledger")).to_pylist()
+    assert main(["why", str(run_dir), "--rollout", entry["rollout_id"], "--token", "0"]) == 0
+    said = capsys.readouterr().out
+    assert entry["attempt_id"] in said and "batch            step 2" in said
+    assert main(["why", str(run_dir), "--rollout", entry["rollout_id"]]) == 0
+    assert entry["fate"] in capsys.readouterr().out
+
+
 def test_a_taken_port_is_one_line(tmp_path):
     import socket
 
