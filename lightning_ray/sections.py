@@ -296,11 +296,14 @@ class AlgorithmSection(Section):
     )
     reject: str | None = Field(
         None,
+        pattern=r"^(token_k[123]|seq_(sum|mean)_k[123]|seq_max_k[23])$",
         description="Rejection of tokens or calls that the trainer finds too unlikely, by verl's "
         "name: token_k1, token_k2, token_k3, seq_sum_k1, seq_mean_k1, seq_max_k2, ...",
     )
     reject_threshold: str | None = Field(
-        None, description="Threshold of `reject`, as verl writes it: 2.0, or 0.5_2.0 for k1."
+        None,
+        pattern=r"^[0-9.]+(_[0-9.]+)?$",
+        description="Threshold of `reject`, as verl writes it: 2.0, or 0.5_2.0 for k1.",
     )
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     kl: float = Field(

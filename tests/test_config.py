@@ -105,6 +105,12 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
     assert config.load(file) == before
 
 
+def test_a_rejection_that_verl_does_not_know_is_refused_before_anything_is_collected() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.reject"):
+        config.load(None, ["algorithm.reject=token_k9", "algorithm.reject_threshold='2.0'"])
+    config.load(None, ["algorithm.reject=token_k2", "algorithm.reject_threshold='2.0'"])
+
+
 def test_every_setting_has_a_meaning() -> None:
     for name, section in RunConfig.model_fields.items():
         for key, field in section.annotation.model_fields.items():
