@@ -27,7 +27,8 @@ from starlette.responses import Response
 
 import lightning_ray.tasks
 from lightning_ray.config import load
-from lightning_ray.engine.actor import Generation, PackedGenerate
+from lightning_ray.engine.actor import PackedGenerate
+from lightning_ray.engine.partial import Generation
 from lightning_ray.gateway import deploy
 from lightning_ray.records import (
     FinishReason,

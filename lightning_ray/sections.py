@@ -26,6 +26,30 @@ class RunSection(Section):
     seed: int = Field(0, description="Seed of data order, sampling and training.")
     steps: int = Field(10, ge=1, description="Optimizer batches (policy versions) in all.")
     groups_per_step: int = Field(4, ge=1, description="Task groups that one update consumes.")
+    groups_in_flight: int | None = Field(
+        None,
+        ge=1,
+        description="Groups begun and not yet trained on. More than groups_per_step is collocated "
+        "async RL: unfinished ones are carried over. Default: groups_per_step (synchronous).",
+    )
+    max_staleness: int = Field(
+        2,
+        ge=0,
+        description="Most updates between the weights that sampled a group's first token and those "
+        "that train on it. An update waits for groups that would become older.",
+    )
+    stale_wait_s: float | None = Field(
+        None,
+        ge=0,
+        description="Longest such wait; then those groups are given up and their tasks queued "
+        "again. Default: rollout.timeout_s.",
+    )
+    drain_s: float | None = Field(
+        None,
+        ge=0,
+        description="Seconds that model calls in flight have to end before an update; the rest is "
+        "interrupted, and continued under the new weights (0: at once). null: all are waited for.",
+    )
     validate_every: int = Field(
         0,
         ge=0,

@@ -76,6 +76,14 @@ class RunConfig(Section):
         return Path(self.run.dir.replace("{name}", self.run.name)).expanduser().absolute()
 
     @property
+    def groups_in_flight(self) -> int:
+        return self.run.groups_in_flight or self.run.groups_per_step
+
+    @property
+    def stale_wait_s(self) -> float:
+        return self.rollout.timeout_s if self.run.stale_wait_s is None else self.run.stale_wait_s
+
+    @property
     def max_row_tokens(self) -> int:
         return self.trainer.max_row_tokens or self.model.max_model_len
 
@@ -110,6 +118,7 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
             f"trainer.optimizer_steps={config.trainer.optimizer_steps} is more than the "
             f"{config.run.groups_per_step * config.rollout.n} rollouts of a step"
         )
+    yield from _schedule_contradictions(config)
     if config.task.grader and config.task.grader_command:
         yield "task.grader and task.grader_command are both set; keep one"
     if config.run.validate_every and config.task.validation is None:
@@ -118,3 +127,22 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
         yield "sampling.validation_temperature has no effect without task.validation"
     if (config.trainer.max_row_tokens or 0) > config.model.max_model_len:
         yield "trainer.max_row_tokens above model.max_model_len has no effect"
+
+
+def _schedule_contradictions(config: RunConfig) -> Iterable[str]:
+    run, in_flight = config.run, config.groups_in_flight
+    if in_flight < run.groups_per_step:
+        yield (
+            f"run.groups_in_flight={in_flight} is less than the {run.groups_per_step} groups of an "
+            "update (run.groups_per_step): it would wait for ever"
+        )
+    if in_flight > run.groups_per_step * (run.max_staleness + 1):
+        yield (
+            f"run.groups_in_flight={in_flight} cannot all be trained on within "
+            f"run.max_staleness={run.max_staleness} updates of {run.groups_per_step} groups; "
+            f"at most {run.groups_per_step * (run.max_staleness + 1)}"
+        )
+    if in_flight == run.groups_per_step:
+        for name in ("max_staleness", "stale_wait_s", "drain_s"):
+            if getattr(run, name) != type(run).model_fields[name].default:
+                yield f"run.{name} has no effect without run.groups_in_flight > groups_per_step"

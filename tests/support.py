@@ -19,7 +19,8 @@ import openai
 import ray
 
 from lightning_ray.config import load
-from lightning_ray.engine.actor import Generation, PackedGenerate
+from lightning_ray.engine.actor import PackedGenerate
+from lightning_ray.engine.partial import Generation
 from lightning_ray.gateway import deploy
 from lightning_ray.records import FinishReason, PolicyVersion, RolloutSpec, Span, Split, Task
 from lightning_ray.run import cluster

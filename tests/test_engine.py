@@ -3,6 +3,8 @@ CPU."""
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -10,9 +12,10 @@ import ray
 
 from lightning_ray.config import load
 from lightning_ray.engine.actor import EngineActor, EngineStartError, Policy, environment
+from lightning_ray.engine.partial import Partial
 from lightning_ray.engine.pool import DOWN_SECONDS, Router
 from lightning_ray.placement import Device, reserve
-from lightning_ray.records import PolicyVersion
+from lightning_ray.records import FinishReason, PolicyVersion
 from lightning_ray.run import cluster
 from lightning_ray.samples.batch import ROW_SCHEMA
 from lightning_ray.tasks import models
@@ -109,6 +112,86 @@ def test_log_probabilities_agree_before_and_after_an_update_and_a_sync(pair):
     assert largest_difference(trainer, second) < 1e-4
     assert {span.version for _, g in second for span in g.spans} == {PolicyVersion("l", 1)}
     assert {span.version for _, g in first for span in g.spans} == {PolicyVersion("l", 0)}
+
+
+def test_an_interrupted_generation_goes_on_under_the_new_weights(pair):
+    engine, trainer, folder = pair
+    policies = {}
+    for step, name in ((7, "a"), (8, "b")):
+        if name == "b":
+            trainer.save(folder / "checkpoint")
+            trainer.update(table(sample(engine)))
+        trainer.export(folder / f"{name}.safetensors")
+        policies[name] = Policy(str(folder / f"{name}.safetensors"), PolicyVersion("l", step))
+        if name == "a":
+            ray.get(engine.load_policy.remote(policies["a"], False))
+    prompts = [np.arange(5, 15 + i, dtype=np.int32) for i in range(8)]
+    asked = [engine.generate.remote(p, temperature=TEMPERATURE, max_tokens=200) for p in prompts]
+    time.sleep(0.2)
+    interrupted = ray.get(engine.drain.remote(0.0))
+    assert interrupted
+    with pytest.raises(ray.exceptions.GetTimeoutError):
+        ray.get(asked, timeout=0.3)  # parked until the weights are there
+    ray.get(engine.load_policy.remote(policies["b"], False))
+    found = ray.get(asked)
+    split = [(p, g) for p, g in zip(prompts, found, strict=True) if len(g.spans) == 2]
+    assert 0 < len(split) <= interrupted
+    assert {tuple(s.version.step for s in g.spans) for _, g in split} == {(7, 8)}
+    assert all(len(g.tokens) <= 200 for g in found)
+
+    def differences(part: int) -> list[float]:
+        rows = [(np.concatenate([prompt, g.tokens]), TEMPERATURE) for prompt, g in split]
+        worst = []
+        for logprobs_T, (prompt, g) in zip(trainer.logprobs(rows), split, strict=True):
+            seam = g.spans[0].length
+            of = slice(0, seam) if part == 0 else slice(seam, None)
+            worst.append(float(np.abs(logprobs_T[len(prompt) :][of] - g.logprobs[of]).max()))
+        return worst
+
+    assert max(differences(1)) < 1e-4
+    assert max(differences(0)) > 1e-3
+    trainer.load(folder / "checkpoint")
+    assert max(differences(0)) < 1e-4
+
+
+def test_a_grammar_is_never_interrupted(pair):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    engine, _, folder = pair
+    letters = StructuredOutputsParams(regex="[a-z ]{400}")
+    asked = engine.generate.remote(
+        np.arange(5, 15, dtype=np.int32), temperature=1.0, max_tokens=120, constraint=letters
+    )
+    time.sleep(0.3)
+    assert ray.get(engine.drain.remote(0.0)) == 0
+    [before] = ray.get(asked).spans
+    ray.get(
+        engine.load_policy.remote(
+            Policy(str(folder / "b.safetensors"), PolicyVersion("l", 9)), False
+        )
+    )
+    assert before.version != PolicyVersion("l", 9)
+
+
+@pytest.mark.parametrize(("before", "after", "kept"), [
+    ("hello wor", "ld STOP more", "hello world STOP more"),
+    ("hello ST", "OP more", "hello STOP"),
+    ("hello S", "T and no STOP", "hello ST and no STOP"),
+    ("", "STOP more", "STOP more"),
+])  # fmt: skip
+def test_a_stop_string_that_straddles_an_interruption_ends_the_generation(before, after, kept):
+    """Within a span vLLM looks for them: only what begins before the seam and ends after it is
+    ours."""
+    made = Partial(("STOP",), lambda ids: "".join(map(chr, ids)))
+    old, new = PolicyVersion("l", 1), PolicyVersion("l", 2)
+    made.add([ord(c) for c in before], [-0.5] * len(before), old, 3)
+    ended = made.add([ord(c) for c in after], [-0.5] * len(after), new, 9)
+    generation = made.finished(FinishReason.STOP)
+    assert "".join(map(chr, generation.tokens)) == kept
+    assert ended == (kept != before + after)
+    assert len(generation.logprobs) == len(kept)
+    assert sum(span.length for span in generation.spans) == len(kept)
+    assert generation.cached_tokens == 3
 
 
 def test_a_model_that_does_not_fit_says_which_setting_to_change(pair, tmp_path):

@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ray.config import ConfigError
-from lightning_ray.records import PolicyVersion, Task
+from lightning_ray.records import PolicyVersion, RolloutSpec, Task
 from lightning_ray.run import data
 from lightning_ray.run.checkpoint import Checkpoints, State
 from lightning_ray.run.cycle import Phase, Plan, Position
+from lightning_ray.run.groups import Group
+
+PENDING = (Group(3, "p3"), Group(4, "p4.1", tries=1, birth=2))
 
 plans = st.builds(Plan, st.integers(1, 12), st.integers(1, 5), st.integers(0, 5), st.booleans())
 
@@ -28,9 +31,26 @@ def walk(plan: Plan, position: Position) -> list[Position]:
 @given(plans)
 def test_every_step_collects_updates_and_syncs_once(plan):
     seen = walk(plan, plan.first())
-    for phase in (Phase.COLLECT, Phase.UPDATE):
+    for phase in (Phase.COLLECT, Phase.DRAIN, Phase.UPDATE):
         assert [p.step for p in seen if p.phase is phase] == list(range(plan.steps))
     assert [p.step for p in seen if p.phase is Phase.SYNC] == list(range(1, plan.steps + 1))
+
+
+@given(plans)
+def test_the_gate_is_closed_from_drain_to_sync_and_open_when_model_calls_are_wanted(plan):
+    closed = False
+    for position in walk(plan, plan.first()):
+        match position.phase:
+            case Phase.DRAIN:
+                assert not closed
+                closed = True
+            case Phase.UPDATE | Phase.CHECKPOINT:
+                assert closed
+            case Phase.SYNC:
+                assert closed
+                closed = False
+            case Phase.COLLECT | Phase.VALIDATE | Phase.DONE:
+                assert not closed
 
 
 @given(plans)
@@ -64,18 +84,31 @@ def test_an_epoch_takes_every_task_once_whatever_the_step_size(count, seed, step
     assert sorted(chosen[:count]) == sorted(chosen[count : 2 * count]) == list(range(count))
 
 
-def test_ids_of_a_step_depend_on_the_weights_that_sample_it():
+def test_ids_of_a_group_depend_on_the_lineage_that_samples_it_and_its_task_on_the_place():
     tasks = [Task(f"t{i}", "s") for i in range(5)]
-    one = data.training_specs(tasks, 3, PolicyVersion("aaa", 2), range(4, 6), 4, 0)
-    again = data.training_specs(tasks, 3, PolicyVersion("aaa", 2), range(4, 6), 4, 0)
-    other = data.training_specs(tasks, 3, PolicyVersion("bbb", 2), range(4, 6), 4, 0)
+
+    def specs(place: int, lineage: str) -> list[RolloutSpec]:
+        group = Group(place, data.group_name(place, PolicyVersion(lineage, 2)))
+        return data.training_specs(tasks, group, [f"{group.group_id}-r{k}" for k in range(4)], 0, 3)
+
+    one, again, other, more = specs(4, "aa"), specs(4, "aa"), specs(4, "bb"), specs(5, "aa")
     assert one == again
-    assert not {s.rollout_id for s in one} & {s.rollout_id for s in other}
-    assert [s.task for s in one] == [s.task for s in other]
-    assert len({s.group_id for s in one}) == 2 and len({s.rollout_id for s in one}) == 8
-    more = data.training_specs(tasks, 3, PolicyVersion("aaa", 2), range(6, 7), 4, 0, first=2)
-    assert not {s.group_id for s in one} & {s.group_id for s in more}
-    assert {s.task.task_id for s in one} | {more[0].task.task_id} <= {t.task_id for t in tasks}
+    assert not {s.rollout_id for s in one} & {s.rollout_id for s in [*other, *more]}
+    assert [s.task for s in one] == [s.task for s in other] != [s.task for s in more]
+    assert len({s.group_id for s in one}) == 1 and len({s.rollout_id for s in one}) == 4
+
+
+def test_weights_descend_from_those_before_a_rollback_but_not_from_lost_ones():
+    earlier = (PolicyVersion("a", 3), PolicyVersion("b", 5))
+    state = State(Position(7, Phase.COLLECT), PolicyVersion("c", 7), "", 0, ancestry=earlier)
+    for version, expected in [
+        (PolicyVersion("a", 3), True),
+        (PolicyVersion("a", 4), False),
+        (PolicyVersion("b", 4), True),
+        (PolicyVersion("c", 7), True),
+        (PolicyVersion("d", 1), False),
+    ]:
+        assert state.descends_from(version) == expected
 
 
 def test_bad_task_files_name_the_line(tmp_path):
@@ -94,7 +127,9 @@ def test_bad_task_files_name_the_line(tmp_path):
 
 
 def write(checkpoints: Checkpoints, step: int) -> None:
-    state = State(Position(step, Phase.COLLECT), PolicyVersion("l", step), "sum", 4, ("g",))
+    state = State(
+        Position(step, Phase.COLLECT), PolicyVersion("l", step), "sum", 4, ("g",), PENDING
+    )
     checkpoints.write(state, lambda folder: (folder / "weights").write_text(str(step)))
 
 
@@ -108,7 +143,9 @@ def test_checkpoints_come_back_and_old_ones_go_but_the_best_stays(tmp_path):
     checkpoints.mark_best(5, 0.5)
     folder, state = checkpoints.latest()
     assert (folder / "weights").read_text() == "5"
-    assert state == State(Position(5, Phase.COLLECT), PolicyVersion("l", 5), "sum", 4, ("g",))
+    assert state == State(
+        Position(5, Phase.COLLECT), PolicyVersion("l", 5), "sum", 4, ("g",), PENDING
+    )
     assert sorted(p.name for p in folder.parent.glob("step-*")) == [
         "step-00001",
         "step-00004",

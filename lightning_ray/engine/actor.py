@@ -1,19 +1,21 @@
 """One vLLM engine in a Ray actor.
 
 `generate` takes token ids and returns sampled token ids with the log-probabilities of the behaviour
-policy (temperature included) and the policy version that sampled them. `load_policy` puts new
-weights into the running engine. If the process dies, Ray starts the actor again and it comes back
-with the weights named by the policy file, not with the base model.
+policy (temperature included) and the policy versions that sampled them. `drain` ends or interrupts
+what runs, `load_policy` puts new weights into the running engine, and what was interrupted goes on.
+If the process dies, Ray starts the actor again and it comes back with the weights named by the
+policy file, not with the base model.
 
-Invariants: a generation is stamped with the version that was loaded when its tokens were sampled;
-the prefix cache is empty after a change of weights; the process never hosts the trainer (vLLM
-replaces `torch.set_num_threads` and reseeds).
+Invariants: a token is stamped with the version that was loaded when it was sampled; the prefix
+cache is empty after a change of weights; the process never hosts the trainer (vLLM replaces
+`torch.set_num_threads` and reseeds).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import pickle
 import signal
@@ -25,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from lightning_ray.config import RunConfig
-from lightning_ray.records import FinishReason, PolicyVersion, Span
+from lightning_ray.engine.partial import Generation, Partial
+from lightning_ray.records import FinishReason, PolicyVersion
 
 # Set in the engine's process before vLLM is imported. No telemetry, no hub, no forked tokenizers.
 _ENVIRONMENT = {
@@ -53,18 +56,6 @@ class EngineStartError(RuntimeError):
 
 class EngineDead(RuntimeError):
     """vLLM's core process is gone; the actor ends itself so that Ray starts it again."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What one call sampled. `tokens` int32 and `logprobs` float32 (natural log) of equal length;
-    `cached_tokens` prompt tokens came from the prefix cache."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    spans: tuple[Span, ...]
-    finish_reason: FinishReason
-    cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -135,7 +126,7 @@ class EngineActor(PackedGenerate):
         self._llm: Any = None
         self._starting = asyncio.Lock()
         self._numbers = 0
-        self._running = 0
+        self._running: dict[str, bool] = {}  # vLLM's request ids; True: under a grammar
         self._asleep = False
         # Set while the weights are whole: a call that comes in between waits.
         self._usable = asyncio.Event()
@@ -174,47 +165,53 @@ class EngineActor(PackedGenerate):
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         await self.ready()
-        params = SamplingParams(
-            temperature=temperature,
-            max_tokens=max_tokens,
-            stop=list(stop) or None,
-            structured_outputs=constraint,
-            seed=seed,
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        await self._usable.wait()
+        made = Partial(stop, self._llm.get_tokenizer().decode)
+        while True:
+            params = SamplingParams(
+                temperature=temperature,
+                max_tokens=max_tokens - len(made.tokens),
+                stop=list(stop) or None,
+                structured_outputs=constraint,
+                seed=seed,
+                logprobs=0,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            await self._usable.wait()
+            version = self._version
+            final = await self._sample([*prompt.tolist(), *made.tokens], params)
+            sampled = final.outputs[0]
+            logprobs = [
+                at[token].logprob
+                for at, token in zip(sampled.logprobs or (), sampled.token_ids, strict=True)
+            ]
+            if made.add(sampled.token_ids, logprobs, version, final.num_cached_tokens or 0):
+                return made.finished(FinishReason.STOP)
+            if sampled.finish_reason != FinishReason.ABORT:
+                return made.finished(FinishReason(sampled.finish_reason))
+            if len(made.tokens) >= max_tokens:
+                return made.finished(FinishReason.LENGTH)
+
+    async def _sample(self, prompt: list[int], params: Any) -> Any:
+        """vLLM's output for one request, whole, or as far as it came when it was interrupted."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         self._numbers += 1
-        version, final = self._version, None
-        self._running += 1
+        name, final = f"g{self._numbers}", None
+        self._running[name] = params.structured_outputs is not None
         try:
-            request = {"prompt_token_ids": prompt.tolist()}
-            async for output in self._llm.generate(request, params, request_id=f"g{self._numbers}"):
+            request = {"prompt_token_ids": prompt}
+            async for output in self._llm.generate(request, params, request_id=name):
                 final = output
         except EngineDeadError as error:
             asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), signal.SIGKILL)
             raise EngineDead(f"vLLM's core process died: {error}") from error
         finally:
-            self._running -= 1
+            del self._running[name]
         if final is None:
             raise EngineDead("vLLM ended the generation without an output")
-        sampled = final.outputs[0]
-        return Generation(
-            tokens=np.array(sampled.token_ids, np.int32),
-            logprobs=np.array(
-                [
-                    at[token].logprob
-                    for at, token in zip(sampled.logprobs, sampled.token_ids, strict=True)
-                ],
-                np.float32,
-            ),
-            spans=(Span(version, len(sampled.token_ids)),),
-            finish_reason=FinishReason(sampled.finish_reason),
-            cached_tokens=final.num_cached_tokens or 0,
-        )
+        return final
 
     async def load_policy(self, policy: Policy, verify: bool) -> str | None:
         """Loads new weights and stamps what is sampled from here on. Returns the checksum of the
@@ -226,7 +223,7 @@ class EngineActor(PackedGenerate):
         await self.ready()
         if self._running:
             raise RuntimeError(
-                f"{self._running} generations are running; drain them before a weight sync"
+                f"{len(self._running)} generations are running; drain them before a weight sync"
             )
         self._usable.clear()
         try:
@@ -234,11 +231,21 @@ class EngineActor(PackedGenerate):
         finally:
             self._usable.set()
 
-    async def drain(self) -> None:
-        """Lets new generations wait until weights are loaded; returns when none is running."""
+    async def drain(self, within_s: float | None = None) -> int:
+        """Lets new generations wait until weights are loaded; returns when none is running. Those
+        that still run after `within_s` seconds are interrupted, except under a grammar: they go on
+        when the new weights are there. The result says how many were."""
         self._usable.clear()
+        loop = asyncio.get_running_loop()
+        deadline, interrupted = loop.time() + (within_s or 0), 0
         while self._running:
+            if within_s is not None and loop.time() >= deadline:
+                stopped = [name for name, constrained in self._running.items() if not constrained]
+                interrupted += len(stopped)
+                await self._llm.abort(stopped)
+                deadline = math.inf
             await asyncio.sleep(DRAIN_POLL_S)
+        return interrupted
 
     async def sleep(self) -> None:
         """Frees the GPU: weights are dropped (level 2), the next `load_policy` brings new ones.

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from lightning_ray.engine.actor import EngineDead, Generation, PackedGenerate
+from lightning_ray.engine.actor import EngineDead, PackedGenerate
+from lightning_ray.engine.partial import Generation
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,9 @@ An answer is made by a task of its own, so a client that goes away does not stop
 *detached*, and the task goes on for a while in case the client comes back. `InFlight` counts the
 listeners; `Answers` finds an answer in the making by its claim.
 
-Invariants: a task is cancelled only if nobody has listened for `DETACHED_S`; a listener that is
-cancelled leaves the others alone.
+Invariants: a task is cancelled only if nobody has listened for `DETACHED_S` while the gate was
+open (clients are told to come back later while it is closed); a listener that is cancelled leaves
+the others alone.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class InFlight:
     head: Head
     task: asyncio.Task[Answer]
     on_detach: Callable[[], None]
+    is_paused: Callable[[], bool] = lambda: False
     detached_s: float = DETACHED_S
     _listeners: int = 0
     _end: asyncio.TimerHandle | None = field(default=None, repr=False)
@@ -49,18 +51,29 @@ class InFlight:
             self._listeners -= 1
             if not delivered and not self._listeners:
                 self.on_detach()
-                loop = asyncio.get_running_loop()
-                self._end = loop.call_later(self.detached_s, self.task.cancel)
+                self._await_a_listener()
 
     async def answer(self) -> Answer:
         """The answer; cancelling this does not cancel its making."""
         return await asyncio.shield(self.task)
 
+    def _await_a_listener(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._end = loop.call_later(self.detached_s, self._nobody_came)
+
+    def _nobody_came(self) -> None:
+        if self.is_paused():
+            self._await_a_listener()
+        else:
+            self.task.cancel()
+
 
 @dataclass
 class Answers:
-    """The answers in the making of one gateway replica, by attempt and fingerprint."""
+    """The answers in the making of one gateway replica, by attempt and fingerprint. `is_paused`
+    says whether the gate is closed."""
 
+    is_paused: Callable[[], bool] = lambda: False
     _running: dict[tuple[str, str], InFlight] = field(default_factory=dict)
 
     def find(self, attempt_id: str, request: str) -> InFlight | None:
@@ -77,7 +90,7 @@ class Answers:
     ) -> InFlight:
         """Starts making an answer."""
         key = (attempt_id, request)
-        made = InFlight(head, asyncio.create_task(making), on_detach)
+        made = InFlight(head, asyncio.create_task(making), on_detach, self.is_paused)
         self._running[key] = made
 
         def forget(task: asyncio.Task[Answer]) -> None:

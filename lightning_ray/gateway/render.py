@@ -125,12 +125,16 @@ class Renderer:
         tokens: np.ndarray,
         reason: FinishReason,
         tool_call_prefix: str = "call_",
+        stop: Sequence[str] = (),
     ) -> tuple[Turn, str]:
-        """What the model said, and the text that was decoded."""
+        """What the model said, up to the first of the strings `stop`, and the text that was
+        decoded."""
         ids = tokens.tolist()
         if ids and ids[-1] in self.end_tokens:
             ids = ids[:-1]
         text = self.tokenizer.decode(ids, skip_special_tokens=self._parser_class is None)
+        if reason is FinishReason.STOP:
+            text = text[: min((at for end in stop if (at := text.find(end)) >= 0), default=None)]
         if self._parser_class is None:
             return Turn(content=text, finish_reason=reason), text
         parser = self._parser_class(self.tokenizer, request.parsed.tools)

@@ -50,6 +50,11 @@ SILENCE_S = 5.0
 KEEPALIVE_S = 10.0
 # Between two looks at an answer that another replica is making.
 WAIT_S = 0.2
+# Between two signs of life of a replica, and two looks at the gate while answers are made.
+LIFE_S = 1.0
+# A pause shorter than this is waited for, however long ago the call came: its generation may be one
+# of those that are just ending.
+SHORT_PAUSE_S = 10.0
 
 
 class Service:
@@ -65,7 +70,8 @@ class Service:
             store.record_calls.remote, MOST_CALLS_PER_COMMIT
         )
         self._replica = uuid.uuid4().hex
-        self._answers = Answers()
+        self._paused_since: float | None = None
+        self._answers = Answers(lambda: self._paused_since is not None)
         self._memories: OrderedDict[str, Memory] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._alive: asyncio.Task[None] | None = None
@@ -102,7 +108,7 @@ class Service:
                 else self._start(dialect, request, memory, headers, fingerprint, opening)
             )
             assert making is not None
-            return await self._deliver(dialect, request, making)
+            return await self._deliver(dialect, request, making, arrived)
         except AttemptOver as error:
             raise ApiError(410, f"Attempt {attempt_id} has ended.", code="attempt_over") from error
         except ray.exceptions.RayActorError as error:
@@ -261,7 +267,11 @@ class Service:
             constraint=plan.constraint,
         )
         turn, text = self._renderer.parse(
-            request, generation.tokens, generation.finish_reason, dialect.TOOL_CALL_PREFIX
+            request,
+            generation.tokens,
+            generation.finish_reason,
+            dialect.TOOL_CALL_PREFIX,
+            plan.stop,
         )
         return Call(
             call_id=call_id,
@@ -289,16 +299,32 @@ class Service:
     # -- answering ------------------------------------------------------------------------------
 
     async def _deliver(
-        self, dialect: Dialect, request: ChatRequest, making: InFlight
+        self, dialect: Dialect, request: ChatRequest, making: InFlight, arrived: float
     ) -> bytes | AsyncIterator[bytes]:
         async with making.listening():
             if not request.stream:
+                await self._wait_or_park(making, arrived)
                 return orjson.dumps(dialect.respond(request, await making.answer()))
             # A failure within the first seconds still gets a status of its own.
             await asyncio.wait([making.task], timeout=SILENCE_S)
             if making.task.done():
                 await making.answer()
         return self._events(dialect, request, making)
+
+    async def _wait_or_park(self, making: InFlight, arrived: float) -> None:
+        """Waits for an answer, but not longer than a call may be held if an update holds it up:
+        then it is parked, and the client's retry joins it.
+
+        Raises:
+            ApiError: 503, it is parked.
+        """
+        now = time.monotonic()
+        await asyncio.wait([making.task], timeout=arrived + self._config.gateway.hold_s - now)
+        while not making.task.done():
+            since = self._paused_since
+            if since is not None and time.monotonic() - since > SHORT_PAUSE_S:
+                raise ApiError(503, "The policy is being updated; try again.", code="paused")
+            await asyncio.wait([making.task], timeout=LIFE_S)
 
     async def _events(
         self, dialect: Dialect, request: ChatRequest, making: InFlight
@@ -348,9 +374,12 @@ class Service:
         """Keeps this replica's claims while it makes answers, and forgets attempts that ended."""
         while len(self._answers):
             unused = list(islice(self._memories, ASKED_ATTEMPTS))
-            for ended in await self._store.replica_alive.remote(self._replica, unused):
+            over, is_open = await self._store.replica_alive.remote(self._replica, unused)
+            for ended in over:
                 self._memories.pop(ended, None)
-            await asyncio.sleep(1.0)
+            paused = self._paused_since or time.monotonic()
+            self._paused_since = None if is_open else paused
+            await asyncio.sleep(LIFE_S)
 
 
 def _answer(head: Head, calls: list[Call]) -> Answer:

@@ -1,6 +1,7 @@
 """Which attempt comes next: the queue of rollouts as a pure state machine.
 
-Rollouts are submitted, wait in a queue and are started, at most `concurrency` at a time. An attempt
+Rollouts are submitted, wait in a queue (those of a validation ahead of all others) and are started,
+at most `concurrency` at a time. An attempt
 that ends by a fault of the infrastructure is followed by another one, up to `retries` times and
 ahead of the queue, because its group waits for it; an attempt whose end the policy caused is
 graded. Time is passed in; nothing here does I/O.
@@ -19,7 +20,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lightning_ray.records import FinishedRollout, Outcome, Reward, RolloutSpec, RolloutState
+from lightning_ray.records import (
+    FinishedRollout,
+    Outcome,
+    Reward,
+    RolloutSpec,
+    RolloutState,
+    Split,
+)
 
 _ID = re.compile(r"[A-Za-z0-9._-]+")  # ids become parts of URLs and file names
 
@@ -45,7 +53,8 @@ class Attempt:
 @dataclass(frozen=True)
 class ControllerStatus:
     """How many rollouts stand where. `finished` have a reward, `failed` were lost to
-    infrastructure; `outcomes` counts the ends of attempts, also of those that were tried again."""
+    infrastructure; `outcomes` counts the ends of attempts, also of those that were tried again;
+    `groups` are those with an attempt that runs."""
 
     queued: int
     running: int
@@ -54,6 +63,7 @@ class ControllerStatus:
     failed: int
     cancelled: int
     outcomes: dict[Outcome, int]
+    groups: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -93,7 +103,10 @@ class Lifecycle:
         self._live: dict[str, _Rollout] = {}  # by rollout id
         self._attempts: dict[str, str] = {}  # attempt id -> rollout id, while it runs or is graded
         self._running: set[str] = set()  # attempt ids whose process may be alive
-        self._queue: deque[str] = deque()
+        # The first one that has any is served.
+        self._queues: dict[Split, deque[str]] = {
+            s: deque() for s in (Split.VALIDATION, Split.TRAIN)
+        }
         self._over: set[str] = set()
         self._finished: list[FinishedRollout] = []
         self._states: Counter[RolloutState] = Counter()
@@ -114,14 +127,17 @@ class Lifecycle:
             return False
         last = attempts_before + self._retries
         self._live[spec.rollout_id] = _Rollout(spec, attempts_before, last, since=now)
-        self._queue.append(spec.rollout_id)
+        self._queues[spec.split].append(spec.rollout_id)
         return True
 
     def start(self, now: float) -> list[Attempt]:
         """The attempts to start at once; they count as running from here on."""
         started = []
-        while self._queue and len(self._running) < self._concurrency:
-            rollout = self._live[self._queue.popleft()]
+        while len(self._running) < self._concurrency:
+            queue = next(filter(None, self._queues.values()), None)
+            if queue is None:
+                break
+            rollout = self._live[queue.popleft()]
             number = rollout.attempts
             rollout.attempt_id = f"{rollout.spec.rollout_id}-a{number}"
             rollout.attempts += 1
@@ -166,7 +182,7 @@ class Lifecycle:
             self._live[rollout_id] for rollout_id in rollout_ids if rollout_id in self._live
         ]:
             if rollout.state is RolloutState.QUEUED:
-                self._queue.remove(rollout.spec.rollout_id)
+                self._queues[rollout.spec.split].remove(rollout.spec.rollout_id)
             else:
                 stop.append(rollout.attempt_id)
             rollout.detail = "cancelled"
@@ -188,6 +204,10 @@ class Lifecycle:
             failed=states[RolloutState.FAILED],
             cancelled=states[RolloutState.CANCELLED],
             outcomes=dict(self._outcomes),
+            groups=frozenset(
+                self._live[self._attempts[attempt]].spec.group_id
+                for attempt in self._running & self._attempts.keys()
+            ),
         )
 
     @property
@@ -214,7 +234,7 @@ class Lifecycle:
         self._outcomes[rollout.outcome] += 1
         del self._attempts[rollout.attempt_id]
         rollout.enter(RolloutState.QUEUED, now)
-        self._queue.appendleft(rollout.spec.rollout_id)
+        self._queues[rollout.spec.split].appendleft(rollout.spec.rollout_id)
         return Next.RETRY
 
     def _end(

@@ -15,20 +15,24 @@ from pathlib import Path
 
 from lightning_ray.records import PolicyVersion
 from lightning_ray.run.cycle import Phase, Position
+from lightning_ray.run.groups import Group
 from lightning_ray.store.log import fsync
 
 
 @dataclass(frozen=True)
 class State:
     """What a run resumes from. `position` is what comes next; `checksum` is that of the exported
-    weights; `taken` counts the places of the task order that were used; `consumed` are the ids of
-    the groups that this lineage of weights was trained on in its last step."""
+    weights; `next_place` is the first place of the task order that no group has; `pending` are the
+    groups in flight, `consumed` the ids of those that the last update took; `ancestry` are the last
+    versions of earlier lineages whose weights these ones come from."""
 
     position: Position
     version: PolicyVersion
     checksum: str
-    taken: int
+    next_place: int
     consumed: tuple[str, ...] = ()
+    pending: tuple[Group, ...] = ()
+    ancestry: tuple[PolicyVersion, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -41,9 +45,16 @@ class State:
             position,
             PolicyVersion(**data["version"]),
             data["checksum"],
-            data["taken"],
+            data["next_place"],
             tuple(data["consumed"]),
+            tuple(Group(**group) for group in data["pending"]),
+            tuple(PolicyVersion(**version) for version in data["ancestry"]),
         )
+
+    def descends_from(self, version: PolicyVersion) -> bool:
+        """True if these weights are `version` or were trained from it."""
+        known = (*self.ancestry, self.version)
+        return any(v.lineage == version.lineage and version.step <= v.step for v in known)
 
 
 class Checkpoints:

@@ -1,13 +1,15 @@
 """The run as a state machine: which phase comes next. Pure: no clock, no I/O.
 
-A run starts with a validation (if it has validation tasks) and then repeats collect, update,
-checkpoint, sync, validate. Engines sleep from update to sync, so that trainer and engines take
-turns on a GPU. A resumed run starts its engines with the checkpoint's weights: it goes on after the
-sync.
+A run starts with a validation (if it has validation tasks) and then repeats collect, drain, update,
+checkpoint, sync, validate. The gate is closed and the engines sleep from drain to sync, so that
+trainer and engines take turns on a GPU; rollouts that no update has taken go on all the while,
+their model calls held. A resumed run starts its engines with the checkpoint's weights: it goes on
+after the sync.
 
-Invariants: `step` counts the updates done and never falls; every validated step is checkpointed
-first, so the best one can be kept; the last step is always checkpointed and, with validation tasks,
-validated.
+Invariants: a drain is followed by exactly one sync, which opens the gate, before anything is
+collected or validated; `step` counts the updates done and never falls; every validated step is
+checkpointed first, so the best one can be kept; the last step is always checkpointed and, with
+validation tasks, validated.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ class Phase(StrEnum):
     """What the run is doing."""
 
     VALIDATE = "validate"  # rollouts of the validation tasks, not trained on
-    COLLECT = "collect"  # rollouts of this step's groups
+    COLLECT = "collect"  # rollouts, until an update has enough complete groups
+    DRAIN = "drain"  # the gate closes; model calls in flight end or are interrupted
     UPDATE = "update"  # optimizer steps; afterwards the policy has a new version
     CHECKPOINT = "checkpoint"  # everything a resumed run needs goes to disk
-    SYNC = "sync"  # the engines get the new weights
+    SYNC = "sync"  # the engines get the new weights; the gate opens
     DONE = "done"
 
 
@@ -53,6 +56,8 @@ class Plan:
         step = position.step
         match position.phase:
             case Phase.COLLECT:
+                return Position(step, Phase.DRAIN)
+            case Phase.DRAIN:
                 return Position(step, Phase.UPDATE)
             case Phase.UPDATE:
                 due = self._checkpoints(step + 1)

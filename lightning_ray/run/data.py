@@ -15,6 +15,7 @@ import numpy as np
 
 from lightning_ray.config import ConfigError
 from lightning_ray.records import PolicyVersion, RolloutSpec, Split, Task
+from lightning_ray.run.groups import Group
 
 
 def load_tasks(source: str, key: str) -> list[Task]:
@@ -77,27 +78,22 @@ def order(count: int, seed: int, start: int, length: int) -> list[int]:
     ]
 
 
+def group_name(place: int, version: PolicyVersion) -> str:
+    """The id of the group for a place of the task order, begun with the weights `version`. It names
+    their lineage: a run that was killed finds what was finished since its last checkpoint, and a
+    place that is used again after a rollback has another id."""
+    return f"p{place:06d}-{version.lineage}"
+
+
 def training_specs(
-    tasks: Sequence[Task],
-    step: int,
-    version: PolicyVersion,
-    places: range,
-    n: int,
-    seed: int,
-    first: int = 0,
+    tasks: Sequence[Task], group: Group, rollout_ids: Sequence[str], seed: int, step: int
 ) -> list[RolloutSpec]:
-    """The rollouts of training step `step` (from 1) for the tasks at `places` of the endless order,
-    in groups that are numbered from `first`. Their ids name the weights that will sample them, so a
-    restarted step finds what its lost predecessor finished, and a step after a rollback does
-    not."""
-    specs = []
-    for number, index in enumerate(order(len(tasks), seed, places.start, len(places)), first):
-        group = f"s{step:05d}-{version.lineage}-g{number:03d}"
-        specs += [
-            RolloutSpec(f"{group}-r{k:02d}", group, tasks[index], Split.TRAIN, step)
-            for k in range(n)
-        ]
-    return specs
+    """The rollouts of a group that is queued in training step `step` (from 1)."""
+    [index] = order(len(tasks), seed, group.place, 1)
+    return [
+        RolloutSpec(rollout_id, group.group_id, tasks[index], Split.TRAIN, step)
+        for rollout_id in rollout_ids
+    ]
 
 
 def validation_specs(

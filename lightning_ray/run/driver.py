@@ -1,9 +1,9 @@
 """The training run: does what the state machine of `cycle.py` says, phase after phase.
 
-Every phase is a method; between two phases nothing is held but the position, the policy version and
-the rollouts of the current step. Invariants: metrics of a step are written once; after `kill -9`
-the same command goes on at the last checkpoint with the same weights (their checksums are
-compared), and uses again what had finished since, if those weights sampled it.
+Every phase is a method; between two phases nothing is held but the position, the policy version,
+the groups in flight and the batch of the current step. Invariants: metrics of a step are written
+once; after `kill -9` the same command goes on at the last checkpoint with the same weights (their
+checksums are compared), and uses again what had finished since, if those weights sampled it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from lightning_ray.config import RunConfig, dump, load
 from lightning_ray.engine.actor import Policy
 from lightning_ray.metrics import MetricsLog
 from lightning_ray.placement import Bundles, Device, reserve
-from lightning_ray.records import FinishedRollout, PolicyVersion, RolloutSpec, RolloutState, Task
+from lightning_ray.records import FinishedRollout, PolicyVersion, RolloutState, Task
 from lightning_ray.report.console import Console, View
 from lightning_ray.rollouts import harness
 from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.run import data, ending
 from lightning_ray.run.checkpoint import Checkpoints, State
+from lightning_ray.run.collection import Collection, Harvest
 from lightning_ray.run.cycle import Phase, Plan, Position
 from lightning_ray.run.ending import Results
 from lightning_ray.run.stack import RunError, Stack, with_counts
-from lightning_ray.samples import batch, dataset
+from lightning_ray.samples import batch, dataset, staleness
+from lightning_ray.samples.batch import Batch
 from lightning_ray.trainer import advantages
 from lightning_ray.trainer.trainer import Trainer
 
@@ -59,10 +61,11 @@ class Run:
         self._lineage = secrets.token_hex(3)
         self._version = PolicyVersion(self._lineage, 0)
         self._position = self._plan.first()
-        self._groups: list[FinishedRollout] = []
-        self._replaced: set[str] = set()  # groups that others stand in for
-        self._taken = self._next_place = 0  # places of the task order
+        self._ancestry: tuple[PolicyVersion, ...] = ()
+        self._harvest: Harvest
+        self._batch: Batch
         self._consumed: tuple[str, ...] = ()
+        self._closed_at = self._taken_at = 0.0  # when the gate closed, when a harvest was taken
         self._checksum = ""
         self._view = View(0, config.run.steps, "starting")
         self._values: dict[str, float] = {}
@@ -80,6 +83,9 @@ class Run:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         bundles: Bundles | None = None
         self._stack = Stack(self._config, self._model_dir, self.run_dir)
+        self._collection = Collection(
+            self._config, self._train, self._stack, self._estimator, self._say
+        )
         try:
             self._show("starting", note="store")
             self._stack.open_store()
@@ -120,6 +126,7 @@ class Run:
         phases = {
             Phase.VALIDATE: self._validate,
             Phase.COLLECT: self._collect,
+            Phase.DRAIN: self._drain,
             Phase.UPDATE: self._update,
             Phase.CHECKPOINT: self._checkpoint,
             Phase.SYNC: self._sync,
@@ -138,54 +145,57 @@ class Run:
     # -- phases ---------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Collects the groups of a step, and others in place of those that have no signal."""
-        wanted, started = self._config.run.groups_per_step, time.monotonic()
-        self._groups, self._replaced = [], set()
-        place = self._taken
-        for more in reversed(range(self._config.algorithm.refill + 1)):
-            found = self._stack.collect(self._specs(range(place, place + wanted)), self._progress)
-            place += wanted
-            self._groups += found
-            silent = batch.without_signal(found, self._estimator)
-            if not (silent and more):
-                break
-            self._say(f"{len(silent)} of {wanted} groups have no signal: others are collected")
-            self._replaced |= silent
-            wanted = len(silent)
-        self._next_place = place
-        self._values |= self._rates(self._groups, time.monotonic() - started)
-        self._check_faults(self._groups)
-
-    def _specs(self, places: range) -> list[RolloutSpec]:
-        return data.training_specs(
-            self._train,
-            self._position.step + 1,
-            self._version,
-            places,
-            self._config.rollout.n,
-            self._config.run.seed,
-            first=places.start - self._taken,
+        """Collects the groups of an update, and makes its batch while others go on."""
+        started = self._taken_at or time.monotonic()
+        left = self._config.run.steps - self._position.step
+        found = self._collection.collect(
+            self._version, left, self._state().descends_from, self._progress
         )
+        self._taken_at = time.monotonic()
+        self._values |= self._rates(found, self._taken_at - started)
+        self._check_faults([r for r in found.rollouts if r.spec.group_id not in found.stale])
+        self._batch = batch.build(
+            found.rollouts,
+            found.calls,
+            self._config,
+            self._estimator,
+            self._hook,
+            found.silent,
+            found.stale,
+        )
+        dataset.write(self._batch, self.run_dir, self._position.step + 1)
+        self._consumed = tuple(sorted({r.spec.group_id for r in found.rollouts}))
+        self._values |= self._batch.statistics
+        self._values |= staleness.statistics(self._batch.table, found.calls, self._version.step)
+        self._values["async/groups_given_up"] = len(found.stale)
+
+    def _drain(self) -> None:
+        self._closed_at = time.monotonic()
+        interrupted, status = self._stack.drain(self._config.run.drain_s)
+        self._collection.note_births(status, self._version.step)
+        self._values["async/calls_interrupted"] = interrupted
+        self._values["async/groups_carried_over"] = len(self._collection.pending)
 
     def _update(self) -> None:
-        calls = self._stack.calls(self._groups)
-        made = batch.build(
-            self._groups, calls, self._config, self._estimator, self._hook, self._replaced
-        )
-        dataset.write(made, self.run_dir, self._position.step + 1)
-        self._values |= made.statistics
-        self._stack.sleep()
         self._trainer.wake()
-        self._values |= self._trainer.update(made.table)
-        self._consumed = tuple(sorted({r.spec.group_id for r in self._groups}))
-        self._taken = self._next_place
+        self._values |= self._trainer.update(self._batch.table)
         self._version = PolicyVersion(self._lineage, self._position.step + 1)
         self._export()
 
     def _checkpoint(self) -> None:
-        position = self._plan.after_sync(self._position.step)
-        state = State(position, self._version, self._checksum, self._taken, self._consumed)
-        self._checkpoints.write(state, self._fill_checkpoint)
+        self._checkpoints.write(self._state(), self._fill_checkpoint)
+
+    def _state(self) -> State:
+        """What a run resumes from that is killed here."""
+        return State(
+            self._plan.after_sync(self._position.step),
+            self._version,
+            self._checksum,
+            self._collection.next_place,
+            self._consumed,
+            self._collection.pending,
+            self._ancestry,
+        )
 
     def _fill_checkpoint(self, folder: Path) -> None:
         (folder / "trainer").mkdir()
@@ -199,6 +209,7 @@ class Run:
         for old in self._policy_path.parent.glob("*.safetensors"):
             if old != self._policy_path:
                 old.unlink()
+        self._values["seconds/gate_closed"] = time.monotonic() - self._closed_at
 
     def _export(self) -> None:
         self._policy_path.parent.mkdir(exist_ok=True)
@@ -245,7 +256,10 @@ class Run:
         folder, state = found
         self._trainer.load(folder / "trainer")
         self._version, self._position = state.version, self._plan.resumed(state.position)
-        self._taken, self._consumed = state.taken, state.consumed
+        self._consumed = state.consumed
+        self._collection.resume(state.next_place, state.pending)
+        # This process's own weights are not among them until it makes some.
+        self._ancestry = (*state.ancestry, state.version)
         self._export()
         if self._checksum != state.checksum:
             raise RunError(
@@ -275,13 +289,15 @@ class Run:
             "run.max_infrastructure_faults sets the limit"
         )
 
-    def _rates(self, rollouts: Sequence[FinishedRollout], seconds: float) -> dict[str, float]:
-        calls = [call for some in self._stack.calls(rollouts).values() for call in some]
-        count, sampled = len(rollouts), sum(len(call.tokens) for call in calls)
-        finished = [r for r in rollouts if r.state is RolloutState.FINISHED]
+    def _rates(self, found: Harvest, seconds: float) -> dict[str, float]:
+        """Of what an update takes, over the time since the last one took."""
+        calls = [call for some in found.calls.values() for call in some]
+        count, sampled = len(found.rollouts), sum(len(call.tokens) for call in calls)
+        finished = [r for r in found.rollouts if r.state is RolloutState.FINISHED]
         return {
             "rollouts/finished": len(finished),
             "rate/rollouts_per_s": len(finished) / seconds,
+            "rate/groups_per_hour": 3600 * len(found.ages) / seconds,
             "rate/tokens_per_s": sampled / seconds,
             "length/sampled_tokens": sampled / count,
             "length/prompt_tokens": sum(len(call.prompt) for call in calls) / count,

@@ -1,8 +1,9 @@
 """Everything that turns tasks into graded rollouts: store, engines, gateway, controller.
 
 `Stack.start` brings them up in the order in which they need each other; `collect` runs rollouts and
-returns them when all are in a final state. Invariants: a rollout that the store knows as finished
-is not run again; `stop` ends every harness before it ends what they talk to.
+returns them when all are in a final state, `submit` and `poll` let them go on meanwhile.
+Invariants: a rollout that the store knows as finished is not run again; `stop` ends every harness
+before it ends what they talk to.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Stack:
         self.engines: list[Any] = []
         self._controller: Any = None
         self._serving = False
+        self._awaited: set[str] = set()  # rollouts that run
+        self._results: dict[str, FinishedRollout] = {}  # ended, and taken by nobody yet
 
     def open_store(self) -> None:
         """Opens the run's store and ends what a killed run left open.
@@ -88,15 +91,21 @@ class Stack:
         ray.get(ready)
         self._controller = controller.start(self.config, self.store, url)
 
-    def sleep(self) -> None:
-        """Holds new model calls, waits for those in flight, and frees the engines' GPU memory."""
-        self._drain()
+    def drain(self, within_s: float | None) -> tuple[int, ControllerStatus]:
+        """Closes the gate and lets model calls in flight end; those that have not after `within_s`
+        seconds are interrupted (None: all are waited for). Then frees the engines' GPU memory.
+        Returns how many were interrupted, and how the rollouts stood."""
+        ray.get(self.store.close_gate.remote())
+        interrupted = ray.get([engine.drain.remote(within_s) for engine in self.engines])
+        status = ray.get(self._controller.status.remote())
         ray.get([engine.sleep.remote() for engine in self.engines])
+        return sum(interrupted), status
 
     def load(self, policy: Policy, checksum: str | None) -> None:
-        """Wakes every engine, puts new weights into it and lets model calls through; with a
-        `checksum`, checks that they arrived whole."""
-        self._drain()
+        """Wakes every engine, puts new weights into it and opens the gate; with a `checksum`,
+        checks that they arrived whole."""
+        ray.get(self.store.close_gate.remote())
+        ray.get([engine.drain.remote() for engine in self.engines])
         policy.write(self.pointer)
         verify = checksum is not None
         for digest in ray.get([e.load_policy.remote(policy, verify) for e in self.engines]):
@@ -108,9 +117,44 @@ class Stack:
                 )
         ray.get(self.store.open_gate.remote())
 
-    def _drain(self) -> None:
-        ray.get(self.store.close_gate.remote())
-        ray.get([engine.drain.remote() for engine in self.engines])
+    # -- rollouts -------------------------------------------------------------------------------
+
+    def submit(self, specs: Sequence[RolloutSpec]) -> None:
+        """Has rollouts run; those that the store knows as finished are in `results` at once."""
+        done = {f.spec.rollout_id: f for f in ray.get(self.store.finished.remote(_ids(specs)))}
+        self._results |= done
+        fresh = [spec for spec in specs if spec.rollout_id not in done]
+        self._awaited |= set(_ids(fresh))
+        ray.get(self._controller.submit.remote(fresh))
+
+    def poll(self) -> ControllerStatus:
+        """Waits a moment for rollouts to end; says how all stand."""
+        for finished in ray.get(self._controller.next_finished.remote(POLL_SECONDS)):
+            if finished.spec.rollout_id in self._awaited:
+                self._awaited.remove(finished.spec.rollout_id)
+                self._results[finished.spec.rollout_id] = finished
+        status: ControllerStatus = ray.get(self._controller.status.remote())
+        return status
+
+    @property
+    def results(self) -> list[FinishedRollout]:
+        """Rollouts in a final state that nobody has taken."""
+        return list(self._results.values())
+
+    def has(self, rollout_ids: Sequence[str]) -> bool:
+        """True if all of these are in a final state."""
+        return all(rollout_id in self._results for rollout_id in rollout_ids)
+
+    def peek(self, rollout_ids: Sequence[str]) -> list[FinishedRollout]:
+        return [self._results[rollout_id] for rollout_id in rollout_ids]
+
+    def take(self, rollout_ids: Sequence[str]) -> list[FinishedRollout]:
+        """These rollouts, which `has` promised."""
+        return [self._results.pop(rollout_id) for rollout_id in rollout_ids]
+
+    def cancel(self, rollout_ids: Sequence[str]) -> None:
+        """Ends those of these rollouts that are not over."""
+        ray.get(self._controller.cancel.remote(list(rollout_ids)))
 
     def collect(self, specs: Sequence[RolloutSpec], progress: Progress) -> list[FinishedRollout]:
         """Runs `specs` and returns each in a final state, in the order of `specs`.
@@ -118,32 +162,34 @@ class Stack:
         Raises:
             RunError: they did not finish within run.collect_timeout_s.
         """
-        ids = [spec.rollout_id for spec in specs]
-        done = {f.spec.rollout_id: f for f in ray.get(self.store.finished.remote(ids))}
-        ray.get(self._controller.submit.remote([s for s in specs if s.rollout_id not in done]))
-        deadline = time.monotonic() + self.config.run.collect_timeout_s
+        ids, started = _ids(specs), time.monotonic()
+        self.submit(specs)
         while True:
-            status = ray.get(self._controller.status.remote())
-            progress(list(done.values()), status)
-            if len(done) == len(ids):
-                return [done[rollout_id] for rollout_id in ids]
-            if time.monotonic() > deadline:
-                missing = [rollout_id for rollout_id in ids if rollout_id not in done]
-                raise RunError(
-                    f"{len(missing)} of {len(ids)} rollouts did not finish within "
-                    f"run.collect_timeout_s={self.config.run.collect_timeout_s:g} s, "
-                    f"among them {missing[0]} "
-                    f"({status.running} running, {status.grading} in "
-                    f"grading, {status.queued} queued); "
-                    f"their logs are in {self._run_dir / 'rollouts'}"
-                )
-            for finished in ray.get(self._controller.next_finished.remote(POLL_SECONDS)):
-                if finished.spec.rollout_id in ids:
-                    done[finished.spec.rollout_id] = finished
+            status = self.poll()
+            progress([self._results[i] for i in ids if i in self._results], status)
+            if self.has(ids):
+                return self.take(ids)
+            self.check_overdue(started, status)
+
+    def check_overdue(self, started: float, status: ControllerStatus) -> None:
+        """Raises RunError if a phase that began at `started` has waited for too long."""
+        limit = self.config.run.collect_timeout_s
+        if time.monotonic() - started > limit:
+            raise RunError(
+                f"{len(self._awaited)} rollouts did not finish within "
+                f"run.collect_timeout_s={limit:g} s, "
+                f"among them {min(self._awaited, default='none')} "
+                f"({status.running} running, {status.grading} in grading, {status.queued} queued); "
+                f"their logs are in {self._run_dir / 'rollouts'}"
+            )
+
+    def attempts(self, rollouts: Sequence[FinishedRollout]) -> list[str]:
+        """The ids of every attempt of `rollouts`."""
+        return [f"{r.spec.rollout_id}-a{n}" for r in rollouts for n in range(r.attempts)]
 
     def calls(self, rollouts: Sequence[FinishedRollout]) -> dict[str, list[Call]]:
         """The calls of every attempt of `rollouts`, by attempt id."""
-        attempts = [f"{r.spec.rollout_id}-a{n}" for r in rollouts for n in range(r.attempts)]
+        attempts = self.attempts(rollouts)
         found = ray.get([self.store.calls.remote(attempt) for attempt in attempts])
         return dict(zip(attempts, found, strict=True))
 
@@ -157,6 +203,10 @@ class Stack:
             ray.kill(engine)
         if self.store is not None:
             ray.get(self.store.close.remote())
+
+
+def _ids(specs: Sequence[RolloutSpec]) -> list[str]:
+    return [spec.rollout_id for spec in specs]
 
 
 def with_counts(view: View, done: Sequence[FinishedRollout], status: ControllerStatus) -> View:

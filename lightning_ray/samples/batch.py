@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lightning_ray.config import RunConfig
-from lightning_ray.records import Call, FinishedRollout
+from lightning_ray.records import Call, FinishedRollout, RolloutState
 from lightning_ray.samples.ledger import Ledger
 from lightning_ray.samples.rows import CallFate, Fate, Layout, Row, rows
 
@@ -88,6 +88,7 @@ def build(
     estimator: Estimator,
     call_advantages: CallAdvantages | None = None,
     replaced: Collection[str] = (),
+    stale: Collection[str] = (),
 ) -> Batch:
     """The batch made from whole groups.
 
@@ -98,6 +99,7 @@ def build(
         call_advantages: see there; by default every call has its rollout's advantage.
         replaced: ids of groups without a signal for which others were collected: they are in the
             ledger, but not in R.
+        stale: ids of groups that were given up, since their tokens are too old: likewise.
 
     Raises:
         LedgerImbalance: the fates of the sampled tokens do not add up.
@@ -109,7 +111,7 @@ def build(
         config.samples.train_constrained,
     )
     lengths = {attempt: sum(len(call.tokens) for call in some) for attempt, some in calls.items()}
-    credits = advantages(rollouts, estimator, lengths)
+    credits = advantages([r for r in rollouts if r.spec.group_id not in stale], estimator, lengths)
     # Terms that no advantage multiplies speak of every rollout of a group that has a signal.
     every = config.algorithm.entropy > 0 or config.algorithm.kl > 0
     signal = {r.spec.group_id for r in rollouts if credits.get(r.spec.rollout_id)}
@@ -118,7 +120,9 @@ def build(
         name, group = rollout.spec.rollout_id, rollout.spec.group_id
         mine = sorted(calls.get(rollout.attempt_id, ()), key=lambda call: call.seq)
         fate: list[CallFate] = []
-        if not rollout.usable:
+        if group in stale and rollout.state is not RolloutState.FAILED:
+            fate = _spoiled(mine, Fate.STALE, "its group is too old for this policy")
+        elif not rollout.usable:
             fate = _spoiled(mine, Fate.INFRA, f"{rollout.outcome}, no reward")
         elif name not in credits:
             fate = _spoiled(mine, Fate.MASKED, "fewer than two usable rollouts in its group")

@@ -110,10 +110,11 @@ class StoreActor:
     async def drop_call(self, attempt_id: str, claim_id: int) -> None:
         self._claims.dropped(attempt_id, claim_id)
 
-    async def replica_alive(self, replica: str, attempt_ids: list[str]) -> list[str]:
-        """A sign of life of a gateway replica. Returns those of its attempts that have ended."""
+    async def replica_alive(self, replica: str, attempt_ids: list[str]) -> tuple[list[str], bool]:
+        """A sign of life of a gateway replica. Returns those of its attempts that have ended, and
+        whether the gate is open."""
         self._claims.alive(replica, time.monotonic())
-        return await self._run(self._ended, attempt_ids)
+        return await self._run(self._ended, attempt_ids), self._gate.is_set()
 
     def _ended(self, attempt_ids: list[str]) -> list[str]:
         known = [(attempt_id, self._store.attempt(attempt_id)) for attempt_id in attempt_ids]
