@@ -17,6 +17,7 @@ from lightning_ray.engine.pool import DOWN_SECONDS, Router
 from lightning_ray.placement import Device, reserve
 from lightning_ray.records import FinishReason, PolicyVersion
 from lightning_ray.run import cluster
+from lightning_ray.samples import dataset
 from lightning_ray.samples.batch import ROW_SCHEMA
 from lightning_ray.tasks import models
 from lightning_ray.trainer.trainer import Trainer
@@ -101,7 +102,7 @@ def test_log_probabilities_agree_before_and_after_an_update_and_a_sync(pair):
     engine, trainer, folder = pair
     first = sample(engine)
     assert largest_difference(trainer, first) < 1e-4
-    metrics = trainer.update(table(first))
+    metrics = trainer.update(dataset.of(table(first)))
     assert metrics["optim/grad_norm"] > 0
     path = folder / "policy.safetensors"
     checksum = trainer.export(path)
@@ -120,7 +121,7 @@ def test_an_interrupted_generation_goes_on_under_the_new_weights(pair):
     for step, name in ((7, "a"), (8, "b")):
         if name == "b":
             trainer.save(folder / "checkpoint")
-            trainer.update(table(sample(engine)))
+            trainer.update(dataset.of(table(sample(engine))))
         trainer.export(folder / f"{name}.safetensors")
         policies[name] = Policy(str(folder / f"{name}.safetensors"), PolicyVersion("l", step))
         if name == "a":

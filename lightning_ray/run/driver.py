@@ -178,7 +178,7 @@ class Run:
 
     def _update(self) -> None:
         self._trainer.wake()
-        self._values |= self._trainer.update(self._batch.table)
+        self._values |= self._trainer.update(dataset.of(self._batch.table))
         self._version = PolicyVersion(self._lineage, self._position.step + 1)
         self._export()
 
