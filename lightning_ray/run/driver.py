@@ -139,9 +139,8 @@ class Run:
         self._position = self._plan.following(position)
         if self._position.phase in (Phase.COLLECT, Phase.DONE):
             self._metrics.log(position.step, self._values)
-            self._step_seconds.append(
-                sum(v for k, v in self._values.items() if k.startswith("seconds/"))
-            )
+            spent = [self._values.get(f"seconds/{phase}", 0.0) for phase in Phase]
+            self._step_seconds.append(sum(spent))
             self._values = {}
 
     # -- phases ---------------------------------------------------------------------------------
