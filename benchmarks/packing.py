@@ -1,6 +1,6 @@
 """How much of what the trainer processes is padding, and what that costs.
 
-    python benchmarks/packing.py [RUN_DIR] [--rows 256] [--budget 16384] [--ranks 2] [--no-time]
+    python benchmarks/packing.py [RUN_DIR] [--rows 96] [--budget 2048] [--ranks 2] [--no-time]
 
 Row lengths have a heavy tail (log-normal), or are those of a recorded run. "packed" is what the
 trainer does: jagged rows in token-budget micro-batches, dealt to the ranks; "padded" pads every
@@ -66,7 +66,7 @@ def seconds(model: LlamaForCausalLM, shape: list[int], padded_to: int | None) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", nargs="?", type=Path)
-    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--no-time", action="store_true")
