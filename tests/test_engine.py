@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
-from vllm.sampling_params import StructuredOutputsParams
 
 from lightning_ray.config import load
 from lightning_ray.engine.actor import EngineActor, EngineStartError, Policy, environment
@@ -158,6 +157,8 @@ def test_an_interrupted_generation_goes_on_under_the_new_weights(pair):
 
 
 def test_a_grammar_is_never_interrupted(pair):
+    from vllm.sampling_params import StructuredOutputsParams
+
     engine, _, folder = pair
     letters = StructuredOutputsParams(regex="[a-z ]{400}")
     asked = engine.generate.remote(
@@ -209,6 +210,8 @@ def test_a_model_that_does_not_fit_says_which_setting_to_change(pair, tmp_path):
 
 
 def test_a_small_cache_lets_fewer_calls_in_and_all_are_served(pair, tmp_path):
+    from vllm.sampling_params import StructuredOutputsParams
+
     class SmallCache(EngineActor):
         """Its KV cache holds three of the longest sequences."""
 

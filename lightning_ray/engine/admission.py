@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 FULL = 0.95
 # ... and has room for more below this one.
 ROOMY = 0.85
-# What is left of the limit after an overflow: a fifth of the cache is free again.
-CUT = 0.75
+# After an overflow the limit is this share of what ran: a step from above to within the band.
+CUT = 0.9
 # The limit grows by this share, and at least by one, while as many calls end as are inside.
 GROWTH = 1 / 8
 
@@ -57,7 +57,7 @@ class Limit:
         self._roomy = load.kv_usage < ROOMY and not load.waiting and not overflow
         self._shrinking = self._shrinking and self.inside > self.calls
         if overflow and not self._shrinking:
-            self.calls = max(1.0, CUT * min(self.calls, self.inside))
+            self.calls = max(1.0, CUT * min(self.calls, self.inside - load.waiting))
             self._shrinking = True
 
     def left(self, others_wait: bool) -> None:

@@ -61,7 +61,7 @@ def table(setting: Setting, work: Work, measured: float | None) -> Table:
         title=f"{setting.steps} updates of {setting.groups_per_step} groups, async with "
         f"{setting.in_flight} in flight, on {setting.devices} devices"
     )
-    shown.add_column("schedule")
+    shown.add_column("schedule", no_wrap=True)
     for column in ("groups/h", "speed-up", "device idle", "mean age", "oldest"):
         shown.add_column(column, justify="right")
     results = {schedule.name: simulate(schedule, setting, work) for schedule in SCHEDULES}
@@ -69,6 +69,8 @@ def table(setting: Setting, work: Work, measured: float | None) -> Table:
     assert base is not None  # it needs nothing
     for name, result in results.items():
         shown.add_row(name, *_cells(result, base))
+    if None in results.values():
+        shown.caption = "The others need two devices, and a staleness of at least 1."
     if measured is not None:
         speed_up = measured / base.groups_per_hour
         shown.add_row("the recorded run, measured", f"{measured:.1f}", f"{speed_up:.2f}")
@@ -77,7 +79,7 @@ def table(setting: Setting, work: Work, measured: float | None) -> Table:
 
 def _cells(result: Result | None, base: Result) -> list[str]:
     if result is None:
-        return ["needs two devices, and staleness"]
+        return ["-"] * 5
     return [
         f"{result.groups_per_hour:.1f}",
         f"{result.groups_per_hour / base.groups_per_hour:.2f}",
