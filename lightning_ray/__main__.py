@@ -31,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     why.add_argument("--rollout", required=True)
     why.add_argument("--token", type=int, help="number of a sampled token of the rollout, from 0")
     simulate = commands.add_parser("simulate", help="compare schedules of training")
-    if "simulate" in (sys.argv[1:] if arguments is None else arguments)[:1]:
+    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["simulate"]:
+        # Its options are the fields of a module that the other commands do not pay for.
         from lightning_ray.simulate import command
 
         command.add_options(simulate)

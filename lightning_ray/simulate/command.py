@@ -62,7 +62,7 @@ def table(setting: Setting, work: Work, measured: float | None) -> Table:
         f"{setting.in_flight} in flight, on {setting.devices} devices"
     )
     shown.add_column("schedule", no_wrap=True)
-    for column in ("groups/h", "speed-up", "device idle", "mean age", "oldest"):
+    for column in ("groups/h", "× sync", "idle", "mean age", "oldest"):
         shown.add_column(column, justify="right")
     results = {schedule.name: simulate(schedule, setting, work) for schedule in SCHEDULES}
     base = results["synchronous"]
