@@ -197,7 +197,7 @@ def update(
     model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, made: batch.Batch, config: RunConfig
 ) -> float:
     """One optimizer step; returns the mean entropy of the trained tokens."""
-    steps = packing.optimizer_steps(made.table)
+    steps = packing.optimizer_steps([made.table])
     if not steps:
         return float("nan")
     [rows] = steps

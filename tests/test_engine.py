@@ -19,6 +19,7 @@ from lightning_ray.engine.pool import BOUND, DOWN_SECONDS, REMEMBERED, Router
 from lightning_ray.placement import Device, reserve
 from lightning_ray.records import FinishReason, PolicyVersion
 from lightning_ray.run import cluster
+from lightning_ray.samples import dataset
 from lightning_ray.samples.batch import ROW_SCHEMA
 from lightning_ray.tasks import models
 from lightning_ray.trainer.trainer import Trainer
@@ -103,7 +104,7 @@ def test_log_probabilities_agree_before_and_after_an_update_and_a_sync(pair):
     engine, trainer, folder = pair
     first = sample(engine)
     assert largest_difference(trainer, first) < 1e-4
-    metrics = trainer.update(table(first))
+    metrics = trainer.update(dataset.of(table(first)))
     assert metrics["optim/grad_norm"] > 0
     path = folder / "policy.safetensors"
     checksum = trainer.export(path)
@@ -122,7 +123,7 @@ def test_an_interrupted_generation_goes_on_under_the_new_weights(pair):
     for step, name in ((7, "a"), (8, "b")):
         if name == "b":
             trainer.save(folder / "checkpoint")
-            trainer.update(table(sample(engine)))
+            trainer.update(dataset.of(table(sample(engine))))
         trainer.export(folder / f"{name}.safetensors")
         policies[name] = Policy(str(folder / f"{name}.safetensors"), PolicyVersion("l", step))
         if name == "a":
@@ -130,7 +131,7 @@ def test_an_interrupted_generation_goes_on_under_the_new_weights(pair):
     prompts = [np.arange(5, 15 + i, dtype=np.int32) for i in range(8)]
     asked = [engine.generate.remote(p, temperature=TEMPERATURE, max_tokens=200) for p in prompts]
     time.sleep(0.2)
-    interrupted = ray.get(engine.drain.remote(0.0))
+    interrupted = ray.get(engine.drain.remote(0.0)).interrupted
     assert interrupted
     with pytest.raises(ray.exceptions.GetTimeoutError):
         ray.get(asked, timeout=0.3)  # parked until the weights are there
@@ -165,7 +166,7 @@ def test_a_grammar_is_never_interrupted(pair):
         np.arange(5, 15, dtype=np.int32), temperature=1.0, max_tokens=120, constraint=letters
     )
     time.sleep(0.3)
-    assert ray.get(engine.drain.remote(0.0)) == 0
+    assert ray.get(engine.drain.remote(0.0)).interrupted == 0
     [before] = ray.get(asked).spans
     ray.get(
         engine.load_policy.remote(

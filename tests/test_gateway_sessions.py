@@ -24,6 +24,7 @@ from lightning_ray.engine.pool import EnginePool
 from lightning_ray.gateway import deploy
 from lightning_ray.gateway.dialects import Answer, Head, Usage
 from lightning_ray.gateway.inflight import Answers
+from lightning_ray.gateway.service import SHORT_PAUSE_S
 from lightning_ray.records import Branch, FinishReason, SideCall
 from lightning_ray.samples import forest, rows
 
@@ -261,6 +262,23 @@ def test_a_closed_gate_holds_calls_and_then_asks_to_come_back(gateway):
     assert len(calls_of(gateway, attempt)) == 1
 
 
+@pytest.mark.slow
+def test_a_call_that_an_update_holds_up_is_parked_and_its_retry_joins_it(gateway):
+    """Interrupted in the engine, it would otherwise wait for the whole update without a word."""
+    attempt = gateway.attempt()
+    say(gateway, "once", "twice", seconds=18.0)
+    threading.Timer(0.5, lambda: ray.get(gateway.store.close_gate.remote())).start()
+    started = time.monotonic()
+    parked = gateway.post(attempt, {"messages": HELLO})
+    assert (parked.status_code, parked.headers["retry-after"]) == (503, "20")
+    assert SHORT_PAUSE_S < time.monotonic() - started < SHORT_PAUSE_S + 5
+    ray.get(gateway.store.open_gate.remote())
+    assert gateway.post(attempt, {"messages": HELLO}).json()["choices"][0]["message"][
+        "content"
+    ] == ("once")
+    assert len(calls_of(gateway, attempt)) == 1
+
+
 def test_side_calls_and_constrained_calls_are_marked(gateway):
     attempt = gateway.attempt()
     say(gateway, "A title", '{"a": 1}', CALL)
@@ -421,7 +439,8 @@ def test_a_generation_that_nobody_listens_to_ends_in_time_and_not_before():
             async with making.listening():
                 return await making.answer()
 
-        answers, detached = Answers(), []
+        closed, detached = [True], []
+        answers = Answers(lambda: closed[0])
         making = answers.start("a", "r", Head("c", 0, 1), make(), lambda: detached.append(1))
         making.detached_s = 0.2
         first, second = (asyncio.ensure_future(listen(making)) for _ in range(2))
@@ -436,6 +455,9 @@ def test_a_generation_that_nobody_listens_to_ends_in_time_and_not_before():
         await asyncio.sleep(0.3)
         assert not making.task.done()
         third.cancel()
+        await asyncio.sleep(0.4)
+        assert not making.task.done()  # the gate is closed: it was told to come back later
+        closed[0] = False
         await asyncio.sleep(0.4)
         assert making.task.cancelled()
         assert answers.find("a", "r") is None

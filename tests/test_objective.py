@@ -98,7 +98,7 @@ def ours(
     """Loss and gradient of the first optimizer step, in micro-batches of so many rows; ranks are
     averaged, as FSDP does."""
     config = RunConfig.model_validate({"algorithm": algorithm}).algorithm
-    [rows] = packing.optimizer_steps(made.table)
+    [rows] = packing.optimizer_steps([made.table])
     rows = [rows[number] for number in order] if order else rows
     with torch.no_grad():
         rows = [

@@ -177,6 +177,17 @@ def sampled(renderer, messages, text, *, reasoning_parser=False, ended=True, too
                 (Span(PolicyVersion("l", 0), len(tokens)),), reason, turn=turn)  # fmt: skip
 
 
+def test_what_was_said_ends_before_the_first_stop_string(renderers):
+    _, renderer = renderers["qwen"]
+    asked = request(HISTORIES["plain"][:2])
+    tokens = np.array(renderer.tokenizer.encode("ls\nEND\nObservation"), np.int32)
+    stop = ("Observation", "END")
+    turn, text = renderer.parse(asked, tokens, FinishReason.STOP, stop=stop)
+    assert turn.content == text == "ls\n"
+    turn, _ = renderer.parse(asked, tokens, FinishReason.LENGTH, stop=stop)
+    assert turn.content == "ls\nEND\nObservation"
+
+
 START = HISTORIES["plain"][:2]
 MORE = {"role": "user", "content": "go on"}
 

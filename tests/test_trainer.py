@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.weights import checksum
 from lightning_ray.placement import Device, reserve
+from lightning_ray.samples import dataset
 from lightning_ray.samples.batch import ROW_SCHEMA
 from lightning_ray.trainer.trainer import Trainer, TrainerDied
 
@@ -146,7 +147,7 @@ def test_micro_batches_row_order_and_ranks_leave_the_update_alone(
     weights = {}
     for name, (rows, trainer) in cases.items():
         worker = start(**trainer)
-        metrics = worker.update(rows)
+        metrics = worker.update(dataset.of(rows))
         assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-5), name
         assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-5), name
         worker.export(tmp_path / f"{name}.safetensors")
@@ -179,15 +180,15 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(
     start: Callable[..., Trainer], tmp_path: Path
 ) -> None:
     first = start(warmup_steps=3)
-    assert first.update(batch(1))["optim/lr"] == pytest.approx(1e-2 / 3)
+    assert first.update(dataset.of(batch(1)))["optim/lr"] == pytest.approx(1e-2 / 3)
     first.save(tmp_path / "checkpoint")
-    metrics = first.update(batch(2))
+    metrics = first.update(dataset.of(batch(2)))
     expected = first.export(tmp_path / "a.safetensors")
     first.close()
 
     resumed = start(warmup_steps=3)
     resumed.load(tmp_path / "checkpoint")
-    again = resumed.update(batch(2))
+    again = resumed.update(dataset.of(batch(2)))
     assert again["optim/lr"] == metrics["optim/lr"] == pytest.approx(2e-2 / 3)
     assert again["optim/grad_norm"] == metrics["optim/grad_norm"]
     assert resumed.export(tmp_path / "b.safetensors") == expected
@@ -204,8 +205,8 @@ def test_the_kl_term_compares_with_the_weights_at_the_start(
     own names."""
     trainer = start(kl=0.5, lora_rank=lora_rank)
     before = trainer.export(tmp_path / "before.safetensors")
-    assert trainer.update(batch(1))["policy/kl_reference"] == pytest.approx(0, abs=1e-9)
-    assert trainer.update(batch(1))["policy/kl_reference"] > 1e-6
+    assert trainer.update(dataset.of(batch(1)))["policy/kl_reference"] == pytest.approx(0, abs=1e-9)
+    assert trainer.update(dataset.of(batch(1)))["policy/kl_reference"] > 1e-6
     trainer.save(tmp_path / "checkpoint")
     trainer.save_hf(tmp_path / "hf")
     after = trainer.export(tmp_path / "after.safetensors")
@@ -222,12 +223,15 @@ def test_the_kl_term_compares_with_the_weights_at_the_start(
         expected = plain_logprobs(model, tokens, 1.0)[0].numpy()
     np.testing.assert_allclose(trainer.logprobs([(tokens, 1.0)])[0][1:], expected, atol=1e-5)
 
-    metrics = trainer.update(batch(2))
+    metrics = trainer.update(dataset.of(batch(2)))
     trainer.close()
     resumed = start(kl=0.5, lora_rank=lora_rank)
     resumed.load(tmp_path / "checkpoint")
     assert resumed.export(tmp_path / "again.safetensors") == after
-    assert resumed.update(batch(2))["policy/kl_reference"] == metrics["policy/kl_reference"]
+    assert (
+        resumed.update(dataset.of(batch(2)))["policy/kl_reference"]
+        == metrics["policy/kl_reference"]
+    )
 
 
 def test_updates_exports_and_failures(
@@ -235,12 +239,12 @@ def test_updates_exports_and_failures(
 ) -> None:
     trainer = start()
     before = trainer.export(tmp_path / "before.safetensors")
-    metrics = trainer.update(batch().slice(0, 0))
+    metrics = trainer.update(dataset.of(batch().slice(0, 0)))
     assert metrics["optim/steps"] == 0
     assert trainer.export(tmp_path / "same.safetensors") == before
 
     # Two optimizer steps: the second sees a ratio that the first has moved.
-    metrics = trainer.update(batch(optimizer_steps=2))
+    metrics = trainer.update(dataset.of(batch(optimizer_steps=2)))
     assert metrics["optim/steps"] == 2
     assert metrics["policy/clip_fraction"] > 0
     assert trainer.export(tmp_path / "after.safetensors") != before
@@ -262,4 +266,4 @@ def test_updates_exports_and_failures(
         trainer.logprobs([(np.array([1, VOCABULARY]), 1.0)])
     os.kill(ray.get(trainer._group.workers[0].__ray_call__.remote(lambda _: os.getpid())), 9)
     with pytest.raises(TrainerDied, match="killed while training"):
-        trainer.update(batch())
+        trainer.update(dataset.of(batch()))

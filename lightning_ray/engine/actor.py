@@ -19,6 +19,7 @@ import math
 import os
 import pickle
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,15 @@ class EngineStartError(RuntimeError):
 
 class EngineDead(RuntimeError):
     """vLLM's core process is gone; the actor ends itself so that Ray starts it again."""
+
+
+@dataclass(frozen=True)
+class Drained:
+    """How a drain went: the generations that were interrupted, and the seconds since the drain
+    before in which any was running."""
+
+    interrupted: int
+    busy_s: float
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,7 @@ class EngineActor(PackedGenerate):
         self._numbers = 0
         self._door = Door(Limit(config.engine.max_num_seqs))
         self._running: dict[str, bool] = {}  # vLLM's request ids; True: under a grammar
+        self._busy_s = self._busy_since = 0.0
         self._asleep = False
         # Set while the weights are whole: a call that comes in between waits.
         self._usable = asyncio.Event()
@@ -202,6 +213,8 @@ class EngineActor(PackedGenerate):
 
         self._numbers += 1
         name, final = f"g{self._numbers}", None
+        if not self._running:
+            self._busy_since = time.monotonic()
         self._running[name] = params.structured_outputs is not None
         try:
             request = {"prompt_token_ids": prompt}
@@ -212,6 +225,8 @@ class EngineActor(PackedGenerate):
             raise EngineDead(f"vLLM's core process died: {error}") from error
         finally:
             del self._running[name]
+            if not self._running:
+                self._busy_s += time.monotonic() - self._busy_since
         if final is None:
             raise EngineDead("vLLM ended the generation without an output")
         return final
@@ -234,10 +249,10 @@ class EngineActor(PackedGenerate):
         finally:
             self._usable.set()
 
-    async def drain(self, within_s: float | None = None) -> int:
+    async def drain(self, within_s: float | None = None) -> Drained:
         """Lets new generations wait until weights are loaded; returns when none is running. Those
         that still run after `within_s` seconds are interrupted, except under a grammar: they go on
-        when the new weights are there. The result says how many were."""
+        when the new weights are there."""
         self._usable.clear()
         loop = asyncio.get_running_loop()
         deadline, interrupted = loop.time() + (within_s or 0), 0
@@ -248,7 +263,8 @@ class EngineActor(PackedGenerate):
                 await self._llm.abort(stopped)
                 deadline = math.inf
             await asyncio.sleep(DRAIN_POLL_S)
-        return interrupted
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return Drained(interrupted, busy_s)
 
     async def sleep(self) -> None:
         """Frees the GPU: weights are dropped (level 2), the next `load_policy` brings new ones.

@@ -48,7 +48,8 @@ class Partial:
         self.tokens += tokens
         self.logprobs += logprobs
         end = self._straddled(seam)
-        del self.tokens[end:], self.logprobs[end:]
+        if end is not None:
+            del self.tokens[end:], self.logprobs[end:]
         if len(self.tokens) > seam:
             self.spans.append(Span(version, len(self.tokens) - seam))
         self.cached_tokens = cached if self.cached_tokens is None else self.cached_tokens

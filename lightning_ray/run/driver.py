@@ -65,7 +65,9 @@ class Run:
         self._harvest: Harvest
         self._batch: Batch
         self._consumed: tuple[str, ...] = ()
-        self._closed_at = self._taken_at = 0.0  # when the gate closed, when a harvest was taken
+        # When the gate closed, the engines were drained, a harvest was taken.
+        self._closed_at = self._drained_at = self._taken_at = 0.0
+        self._update_s = 0.0  # seconds of the last update
         self._checksum = ""
         self._view = View(0, config.run.steps, "starting")
         self._values: dict[str, float] = {}
@@ -137,9 +139,8 @@ class Run:
         self._position = self._plan.following(position)
         if self._position.phase in (Phase.COLLECT, Phase.DONE):
             self._metrics.log(position.step, self._values)
-            self._step_seconds.append(
-                sum(v for k, v in self._values.items() if k.startswith("seconds/"))
-            )
+            spent = [self._values.get(f"seconds/{phase}", 0.0) for phase in Phase]
+            self._step_seconds.append(sum(spent))
             self._values = {}
 
     # -- phases ---------------------------------------------------------------------------------
@@ -171,16 +172,25 @@ class Run:
 
     def _drain(self) -> None:
         self._closed_at = time.monotonic()
-        interrupted, status = self._stack.drain(self._config.run.drain_s)
+        drained, status = self._stack.drain(self._config.run.drain_s)
         self._collection.note_births(status, self._version.step)
-        self._values["async/calls_interrupted"] = interrupted
+        busy = sum(one.busy_s for one in drained) / len(drained)
+        now = time.monotonic()
+        if self._drained_at:
+            idle = now - self._drained_at - busy - self._update_s
+            self._values["seconds/devices_idle"] = max(0.0, idle)
+        self._drained_at = now
+        self._values["seconds/engines_busy"] = busy
+        self._values["async/calls_interrupted"] = sum(one.interrupted for one in drained)
         self._values["async/groups_carried_over"] = len(self._collection.pending)
 
     def _update(self) -> None:
+        started = time.monotonic()
         self._trainer.wake()
-        self._values |= self._trainer.update(self._batch.table)
+        self._values |= self._trainer.update(dataset.of(self._batch.table))
         self._version = PolicyVersion(self._lineage, self._position.step + 1)
         self._export()
+        self._update_s = time.monotonic() - started
 
     def _checkpoint(self) -> None:
         self._checkpoints.write(self._state(), self._fill_checkpoint)

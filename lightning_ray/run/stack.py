@@ -18,7 +18,7 @@ import ray
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine import actor as engine_actor
-from lightning_ray.engine.actor import Policy
+from lightning_ray.engine.actor import Drained, Policy
 from lightning_ray.gateway import deploy
 from lightning_ray.placement import Bundles, Device
 from lightning_ray.records import Call, FinishedRollout, PolicyVersion, RolloutSpec, RolloutState
@@ -91,15 +91,15 @@ class Stack:
         ray.get(ready)
         self._controller = controller.start(self.config, self.store, url)
 
-    def drain(self, within_s: float | None) -> tuple[int, ControllerStatus]:
+    def drain(self, within_s: float | None) -> tuple[list[Drained], ControllerStatus]:
         """Closes the gate and lets model calls in flight end; those that have not after `within_s`
         seconds are interrupted (None: all are waited for). Then frees the engines' GPU memory.
-        Returns how many were interrupted, and how the rollouts stood."""
+        Returns how it went in each engine, and how the rollouts stood."""
         ray.get(self.store.close_gate.remote())
-        interrupted = ray.get([engine.drain.remote(within_s) for engine in self.engines])
+        drained = ray.get([engine.drain.remote(within_s) for engine in self.engines])
         status = ray.get(self._controller.status.remote())
         ray.get([engine.sleep.remote() for engine in self.engines])
-        return sum(interrupted), status
+        return drained, status
 
     def load(self, policy: Policy, checksum: str | None) -> None:
         """Wakes every engine, puts new weights into it and opens the gate; with a `checksum`,

@@ -2,7 +2,8 @@
 
 `write` puts a batch's rows under `batches/` of the run directory and its ledger under `ledger/`;
 `read` makes a Ray Dataset of all rows, for inspection, for supervised fine-tuning on what was
-sampled, or for training elsewhere, also while the run goes on.
+sampled, or for training elsewhere, also while the run goes on; the trainer gets its batch as one
+from `of`.
 
 Invariants: a file is whole or absent; writing a step again replaces it.
 """
@@ -32,6 +33,13 @@ def write(batch: Batch, run_dir: Path, step: int) -> Path:
     """Writes the batch of training step `step` (columns: `batch.ROW_SCHEMA`) and its ledger."""
     _replace(batch.ledger.table, path(run_dir, step, "ledger"))
     return _replace(batch.table, path(run_dir, step))
+
+
+def of(table: pa.Table) -> Dataset:
+    """The rows of one batch (`batch.ROW_SCHEMA`), in Ray's object store."""
+    import ray.data
+
+    return ray.data.from_arrow(table)
 
 
 def read(run_dir: Path) -> Dataset:

@@ -7,7 +7,7 @@ only until the ranks share the rows equally.
 # ruff: noqa: N815  # fields carry shapes
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 
@@ -45,15 +45,17 @@ def plain(tokens: np.ndarray) -> PackedRow:
     return PackedRow(np.asarray(tokens, np.int64), ones_T, ones_T, ones_T, ones_T)
 
 
-def optimizer_steps(table: pa.Table) -> list[list[PackedRow]]:
-    """The trained rows of each optimizer step that has any, from a batch (`batch.ROW_SCHEMA`)."""
+def optimizer_steps(tables: Iterable[pa.Table]) -> list[list[PackedRow]]:
+    """The trained rows of each optimizer step that has any, from the parts of a batch
+    (`batch.ROW_SCHEMA`)."""
     steps: dict[int, list[PackedRow]] = {}
     names = ("optimizer_step", "tokens", "weight", "logprobs", "advantage", "calls")
-    for step, *columns in zip(*(table[name] for name in names), strict=True):
-        tokens_T, *others = (column.values.to_numpy() for column in columns)
-        row = PackedRow(tokens_T.astype(np.int64), *others)
-        if row.trained:
-            steps.setdefault(step.as_py(), []).append(row)
+    for table in tables:
+        for step, *columns in zip(*(table[name] for name in names), strict=True):
+            tokens_T, *others = (column.values.to_numpy() for column in columns)
+            row = PackedRow(tokens_T.astype(np.int64), *others)
+            if row.trained:
+                steps.setdefault(step.as_py(), []).append(row)
     return [steps[number] for number in sorted(steps)]
 
 

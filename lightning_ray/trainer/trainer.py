@@ -23,8 +23,8 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import ray
+from ray.data import Dataset
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tensordict import TensorDict
@@ -97,14 +97,14 @@ class Trainer:
             )
             self._group.start(loss.PolicyLoss(config.algorithm), _wants_reference(config))
 
-    def update(self, table: pa.Table) -> dict[str, float]:
+    def update(self, batch: Dataset) -> dict[str, float]:
         """Trains on a batch (`samples.batch.ROW_SCHEMA`) and returns metrics.
 
-        A table without trained tokens makes no optimizer step: `optim/steps` is 0 and little else
+        A batch without trained tokens makes no optimizer step: `optim/steps` is 0 and little else
         is said.
         """
         started = time.monotonic()
-        steps = packing.optimizer_steps(table)
+        steps = packing.optimizer_steps(batch.iter_batches(batch_size=None, batch_format="pyarrow"))
         if not steps:
             return {"optim/steps": 0.0, "trainer/seconds": time.monotonic() - started}
         prepared = [self._with_references(rows, len(steps) > 1) for rows in steps]

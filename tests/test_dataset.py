@@ -1,0 +1,80 @@
+"""Ten thousand rollouts of a run as a Ray Dataset, in less memory than they have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from lightning_ray.config import RunConfig
+from lightning_ray.records import (
+    Call,
+    FinishedRollout,
+    FinishReason,
+    Outcome,
+    PolicyVersion,
+    Reward,
+    RolloutSpec,
+    RolloutState,
+    Span,
+    Split,
+    Task,
+)
+from lightning_ray.samples import batch, dataset
+from lightning_ray.trainer import advantages
+
+pytestmark = pytest.mark.slow
+
+STEPS, ROLLOUTS, TOKENS = 20, 500, 1000
+STORE_BYTES = 100 << 20
+
+
+def one_step() -> tuple[list[FinishedRollout], dict[str, list[Call]]]:
+    """Rollouts of one call each, in groups of ten."""
+    random = np.random.default_rng(0)
+    rollouts, calls = [], {}
+    for number in range(ROLLOUTS):
+        spec = RolloutSpec(f"r{number}", f"g{number // 10}", Task("t", "s"), Split.TRAIN, 1)
+        reward = Reward(float(number % 3), False)
+        rollouts.append(
+            FinishedRollout(
+                spec, RolloutState.FINISHED, Outcome.COMPLETED, f"r{number}-a0", 1, reward
+            )
+        )
+        tokens = random.integers(0, 50_000, TOKENS).astype(np.int32)
+        logprobs = -random.random(TOKENS).astype(np.float32)
+        spans = (Span(PolicyVersion("l", 0), TOKENS),)
+        call = Call(
+            "c", f"r{number}-a0", 0, tokens[:100], tokens, logprobs, spans, FinishReason.STOP
+        )
+        calls[call.attempt_id] = [call]
+    return rollouts, calls
+
+
+def test_a_run_of_ten_thousand_rollouts_streams_through_a_small_object_store(tmp_path) -> None:
+    config = RunConfig()
+    made = batch.build(*one_step(), config, advantages.estimator(config.algorithm))
+    for step in range(1, STEPS + 1):
+        dataset.write(replace(made), tmp_path, step)
+    whole = STEPS * made.table.nbytes
+    assert whole > 2 * STORE_BYTES  # what would not fit
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+        object_store_memory=STORE_BYTES, logging_level="ERROR",
+    )  # fmt: skip
+    try:
+        process, rows, tokens, peak = psutil.Process(), 0, 0, 0
+        before = process.memory_info().rss
+        for part in dataset.read(tmp_path).iter_batches(batch_size=64, batch_format="pyarrow"):
+            rows += part.num_rows
+            tokens += sum(map(len, part["tokens"]))
+            peak = max(peak, process.memory_info().rss - before)
+        assert rows == STEPS * made.table.num_rows
+        assert tokens == rows * (TOKENS + 100)
+        assert peak < whole / 2
+        assert "Spilled" not in ray._private.internal_api.memory_summary(stats_only=True)
+    finally:
+        ray.shutdown()
