@@ -292,9 +292,12 @@ class EngineActor(PackedGenerate):
         from lightning_ray.engine.meter import Meter
 
         try:
-            return AsyncLLM.from_engine_args(
+            llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**self._arguments()), stat_loggers=[lambda *_: Meter(self._door)]
             )
+            # The others are vLLM's own for Prometheus: they count every token, and nobody asks.
+            del llm.logger_manager.stat_loggers[1:]
+            return llm
         except Exception as error:
             raise EngineStartError(_advice(error, self._config)) from error
 
