@@ -89,7 +89,7 @@ def fresh(calls: list[Sequence]) -> list[Sequence]:
 
 @pytest.mark.parametrize("calls", [long(300), short(2000)], ids=["long", "short"])
 def test_it_settles_near_the_best_constant_limit(calls: list[Sequence]) -> None:
-    constants = {n: serve(fresh(calls), Limit(n), fixed=True)[0] for n in range(2, 80, 2)}
+    constants = {n: serve(fresh(calls), Limit(n), fixed=True)[0] for n in range(4, MOST + 1, 4)}
     best = min(toy.time for toy in constants.values())
     toy, done = serve(fresh(calls), Limit(MOST))
     assert len(done) == len(calls)

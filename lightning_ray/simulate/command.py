@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -40,17 +40,18 @@ def main(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if value is not None}
     stated = {f.name: given[f.name] for f in fields(Stated) if f.name in given}
     changed = {f.name: given[f.name] for f in fields(Setting) if f.name in given}
-    if options.run_dir is None:
-        setting, work = Setting(**changed), Stated(**stated).work(options.seed)
-        measured = None
-    elif stated:
-        raise ConfigError(f"{', '.join(stated)}: no effect on a recorded run")
-    else:
+    setting, distribution, measured = Setting(**changed), Stated(**stated), None
+    _check(setting)
+    _check(distribution)
+    work = distribution.work(options.seed)
+    if options.run_dir is not None:
+        if stated:
+            raise ConfigError(f"{', '.join(stated)}: no effect on a recorded run")
         run = workload.recorded(options.run_dir)
         ratio = run.setting.devices / changed.get("devices", run.setting.devices)
         setting = replace(run.setting, **{"update": run.setting.update * ratio} | changed)
         work, measured = run.work, run.groups_per_hour
-    _check(setting)
+    _check_schedule(setting)
     Console().print(table(setting, work, measured))
     return 0
 
@@ -89,11 +90,17 @@ def _cells(result: Result | None, base: Result) -> list[str]:
     ]
 
 
-def _check(setting: Setting) -> None:
-    """A schedule that a run would refuse is refused here too, in the same words."""
-    for field in fields(Setting):
-        if getattr(setting, field.name) < (field.type == "int" and field.name != "max_staleness"):
-            raise ConfigError(f"{_flag(field)} is too small: {getattr(setting, field.name)}")
+def _check(options: Setting | Stated) -> None:
+    for field in fields(options):
+        least = field.metadata["least"]
+        if field.name.endswith("_p99"):
+            least = getattr(options, field.name.removesuffix("_p99"))
+        if getattr(options, field.name) < least:
+            raise ConfigError(f"{_flag(field)} must be at least {least:g}")
+
+
+def _check_schedule(setting: Setting) -> None:
+    """What a run would refuse is refused here too, in the same words."""
     names = {"groups_per_step": setting.groups_per_step, "groups_in_flight": setting.in_flight}
     if setting.in_flight > setting.groups_per_step:
         names["max_staleness"] = setting.max_staleness
@@ -101,5 +108,4 @@ def _check(setting: Setting) -> None:
 
 
 def _flag(field: Field[Any]) -> str:
-    assert field.default is not MISSING
     return "--" + field.name.replace("_", "-")

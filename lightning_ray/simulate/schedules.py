@@ -49,9 +49,12 @@ SCHEDULES = (
 )
 
 
-def option(default: float, text: str) -> Any:
-    """A field of a dataclass that is a command-line option, with its help text."""
-    return field(default=default, metadata={"help": text})
+def option(default: float, text: str, least: float | None = None) -> Any:
+    """A field of a dataclass that is a command-line option, with its help text and its least value
+    (by default 1 for a number of things, 0 for seconds and shares)."""
+    if least is None:
+        least = 1 if isinstance(default, int) else 0
+    return field(default=default, metadata={"help": text, "least": least})
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Setting:
     steps: int = option(10, "updates")
     groups_per_step: int = option(8, "groups that one update consumes")
     in_flight: int = option(16, "groups begun and not yet trained on, in async schedules")
-    max_staleness: int = option(2, "largest age of a group, in updates")
+    max_staleness: int = option(2, "largest age of a group, in updates", least=0)
     drain: float = option(0.0, "seconds that calls have to end before they are interrupted")
     devices: int = option(2, "devices; each runs an engine, or a rank of the trainer, or both")
     max_num_seqs: int = option(64, "calls that one engine runs at a time")

@@ -39,7 +39,7 @@ class Stated:
 
     n: int = option(4, "rollouts of a group")
     turns: int = option(4, "calls of a rollout, each followed by tools")
-    tool_median: float = option(1.0, "seconds of the tools after a call, median")
+    tool: float = option(1.0, "seconds of the tools after a call, median")
     tool_p99: float = option(12.0, "the same, 99th percentile")
     generation: float = option(0.5, "seconds that a call takes alone, median")
     generation_p99: float = option(0.5, "the same, 99th percentile")
@@ -55,7 +55,7 @@ class Stated:
 
     def _turn(self, random: Random) -> tuple[float, float]:
         call_s = _log_normal(random, self.generation, self.generation_p99)
-        return call_s, _log_normal(random, self.tool_median, self.tool_p99)
+        return call_s, _log_normal(random, self.tool, self.tool_p99)
 
 
 def _log_normal(random: Random, median: float, p99: float) -> float:
@@ -125,8 +125,9 @@ def recorded(run_dir: Path) -> Recorded:
 def _rollouts(run_dir: Path, n: int) -> list[tuple[RolloutDetail, list[Call]]]:
     """The rollouts of whole groups that were trained on, in the order in which they started, with
     the calls of their last attempts in the order of time."""
-    ledgers = [pq.read_table(file) for file in sorted((run_dir / "ledger").glob("step-*.parquet"))]
-    ids = dict.fromkeys(name for ledger in ledgers for name in ledger["rollout_id"].to_pylist())
+    files = sorted((run_dir / "ledger").glob("step-*.parquet"))
+    columns = [pq.read_table(file, columns=["rollout_id"])["rollout_id"] for file in files]
+    ids = dict.fromkeys(name for column in columns for name in column.to_pylist())
     store = RolloutStore(run_dir / "store")
     try:
         known = filter(None, map(store.queries.rollout, ids))
