@@ -194,4 +194,5 @@ class _Run:
         if not self._left[group_id]:
             del self._left[group_id]
             [birth] = [group.birth for group in self._groups.live if group.group_id == group_id]
+            assert birth is not None  # it has started
             self._groups.completed(group_id, birth, silent=False)
