@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 # A lost engine is back (started again, weights loaded) after tens of seconds; asking it sooner only
 # waits.
 DOWN_SECONDS = 30.0
-# A compromise of balance and affinity: the paper expects 2 / (BOUND - 1)² = 32 moves at most for
-# each call that comes or goes, however many there are, and in practice far fewer.
+# The fullest engine has a quarter more than its share; with less, more rollouts would have to leave
+# the engine that knows their prefix.
 BOUND = 1.25
 # Rollouts whose engine is remembered; one that was forgotten starts where hashing puts it.
 REMEMBERED = 10_000
