@@ -1,8 +1,9 @@
 """An agent whose tools sleep, its tasks and its grader: what `async_vs_sync.py` trains.
 
-A rollout is a conversation of four turns, each a repair of the embedded kind, and after each turn a
-tool that takes a log-normal time. The reward is the share of turns that were answered with the
-right command. As a program it uses only the standard library, so that starting it costs little.
+A rollout has four turns, each a repair of the embedded kind in a fresh context (the tiny model has
+learnt nothing longer), and after each turn a tool that takes a log-normal time. The reward is the
+share of turns that were answered with the right command. As a program it uses only the standard
+library, so that starting it costs little.
 
     python sleepy.py agent | grade
 """
@@ -35,11 +36,11 @@ def sleeps(seed: str, attempt: str) -> list[float]:
 
 def agent() -> None:
     work, url = json.loads(sys.stdin.read()), urlsplit(os.environ["BASE_URL"])
-    messages = [{"role": "system", "content": work["system"]}]
+    system = {"role": "system", "content": work["system"]}
     for statement, seconds in zip(
         work["turns"], sleeps(os.environ["SEED"], os.environ["ATTEMPT"]), strict=True
     ):
-        messages.append({"role": "user", "content": statement})
+        messages = [system, {"role": "user", "content": statement}]
         body = json.dumps({"model": "policy", "messages": messages})
         while True:
             link = http.client.HTTPConnection(url.netloc, timeout=600)
@@ -50,8 +51,7 @@ def agent() -> None:
                 break
             time.sleep(float(answer.headers["Retry-After"]))
         assert answer.status == 200, answer.read()
-        said = json.loads(answer.read())["choices"][0]["message"]["content"]
-        messages.append({"role": "assistant", "content": said})
+        answer.read()
         time.sleep(seconds)
 
 
@@ -59,7 +59,7 @@ def grade() -> None:
     question = json.loads(sys.stdin.read())
     said, wanted = question["episode"]["texts"], question["task"]["fields"]["wanted"]
     right = sum(a.strip() == b for a, b in zip(said, wanted, strict=False))
-    print(json.dumps({"reward": right / TURNS, "solved": right == TURNS}))
+    print(json.dumps({"value": right / TURNS, "solved": right == TURNS}))
 
 
 def train() -> list:

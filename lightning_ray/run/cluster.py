@@ -26,11 +26,10 @@ _QUIET = {
     "PYTHONWARNINGS": "ignore",
 }
 
-# Of a local Ray itself. A run starts more workers than Ray expects of two cores, and it would warn.
-# Idle workers stay: a new one costs seconds of a core, and attempts come in waves.
+# Of a local Ray itself. Idle workers stay: a new one costs seconds of a core, and attempts come in
+# waves.
 _LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_maximum_startup_concurrency": "8",
     "RAY_idle_worker_killing_time_threshold_ms": "3600000",
 }
 
@@ -53,6 +52,9 @@ def connect(config: RunConfig) -> None:
         # the model; rollout.concurrency is what bounds them on one machine.
         asked = sum(bundle["CPU"] for bundle in plan(config, Device.CPU))
         asked += config.rollout.concurrency * config.rollout.cpus + 1
+        # A run starts more workers than Ray expects of two cores; it warns at five times this.
+        workers = config.rollout.concurrency + 20
+        os.environ |= {"RAY_worker_maximum_startup_concurrency": str(max(8, workers // 4))}
         _start_local(
             **common,
             num_cpus=max(os.cpu_count() or 1, round(asked + 0.5)),
@@ -80,4 +82,5 @@ def quiet() -> None:
     os.environ.update({**_QUIET, **_LOCAL_RAY})
     warnings.filterwarnings("ignore")
     logging.getLogger("ray").setLevel(logging.ERROR)
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    for name in ("ray.serve", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)

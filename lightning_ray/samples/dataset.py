@@ -39,6 +39,7 @@ def of(table: pa.Table) -> Dataset:
     """The rows of one batch (`batch.ROW_SCHEMA`), in Ray's object store."""
     import ray.data
 
+    ray.data.DataContext.get_current().enable_progress_bars = False
     return ray.data.from_arrow(table)
 
 
