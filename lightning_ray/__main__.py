@@ -4,6 +4,7 @@ install [RECIPE ...]   makes the environments of built-in harnesses (default: mi
 curves RUN_DIR         draws curves.png anew from metrics.jsonl, also while the run goes on
 resolve CONFIG [a.b=c] prints the resolved configuration
 why RUN_DIR --rollout R [--token N]   what became of a rollout's tokens, and why
+simulate [RUN_DIR]     schedules of training side by side, in virtual time
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     why.add_argument("run_dir", type=Path)
     why.add_argument("--rollout", required=True)
     why.add_argument("--token", type=int, help="number of a sampled token of the rollout, from 0")
+    simulate = commands.add_parser("simulate", help="compare schedules of training")
+    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["simulate"]:
+        # Its options are the fields of a module that the other commands do not pay for.
+        from lightning_ray.simulate import command
+
+        command.add_options(simulate)
     options = parser.parse_args(arguments)
     try:
         return _COMMANDS[options.command](options)
@@ -85,7 +92,23 @@ def _why(options: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"install": _install, "curves": _curves, "resolve": _resolve, "why": _why}
+def _simulate(options: argparse.Namespace) -> int:
+    from lightning_ray.simulate import command
+    from lightning_ray.store.errors import StoreLocked
+
+    try:
+        return command.main(options)
+    except StoreLocked as error:
+        raise ConfigError(str(error)) from error
+
+
+_COMMANDS = {
+    "install": _install,
+    "curves": _curves,
+    "resolve": _resolve,
+    "why": _why,
+    "simulate": _simulate,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,9 @@ CPU."""
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +15,7 @@ import ray
 from lightning_ray.config import load
 from lightning_ray.engine.actor import EngineActor, EngineStartError, Policy, environment
 from lightning_ray.engine.partial import Partial
-from lightning_ray.engine.pool import DOWN_SECONDS, Router
+from lightning_ray.engine.pool import BOUND, DOWN_SECONDS, REMEMBERED, Router
 from lightning_ray.placement import Device, reserve
 from lightning_ray.records import FinishReason, PolicyVersion
 from lightning_ray.run import cluster
@@ -208,17 +210,82 @@ def test_a_model_that_does_not_fit_says_which_setting_to_change(pair, tmp_path):
         ray.get(engine.ready.remote())
 
 
+def test_a_small_cache_lets_fewer_calls_in_and_all_are_served(pair, tmp_path):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    class SmallCache(EngineActor):
+        """Its KV cache holds three of the longest sequences."""
+
+        def _arguments(self):
+            return super()._arguments() | {"num_gpu_blocks_override": 3 * 8}
+
+        async def limit(self) -> tuple[float, int]:
+            return self._door.limit.calls, self._door.limit.inside
+
+    config = load(None, SETTINGS)
+    engine = (
+        ray.remote(SmallCache)
+        .options(
+            num_cpus=0,
+            max_concurrency=100,
+            runtime_env={"env_vars": environment(config, on_gpu=False)},
+        )
+        .remote(
+            config, str(models.resolve("tiny")), str(tmp_path / "p"), PolicyVersion("l", 0), False
+        )
+    )
+    ray.get(engine.ready.remote())
+    assert ray.get(engine.limit.remote()) == (64, 0)
+    letters = StructuredOutputsParams(regex="[a-z ]{400}")  # so that none is short
+    prompt = np.arange(5, 35, dtype=np.int32)
+    asked = [
+        engine.generate.remote(prompt, temperature=1.0, max_tokens=180, constraint=letters)
+        for _ in range(40)
+    ]
+    assert min(len(g.tokens) for g in ray.get(asked)) > 50
+    calls, inside = ray.get(engine.limit.remote())
+    assert 1 <= calls < 10 and inside == 0
+    ray.kill(engine)
+
+
 def test_a_rollout_stays_on_its_engine_and_only_those_of_a_lost_one_move():
     router = Router(4)
     before = {f"r{i}": router.choose(f"r{i}", 0.0) for i in range(200)}
     assert before == {r: router.choose(r, 1.0) for r in before}
+    assert before == {r: Router(4).choose(r, 1.0) for r in before}  # in every gateway replica
     assert set(before.values()) == {0, 1, 2, 3}
     router.lost(2, now=10.0)
     after = {r: router.choose(r, 10.0) for r in before}
     assert all(after[r] == engine for r, engine in before.items() if engine != 2)
     assert 2 not in after.values()
-    assert before == {r: router.choose(r, 10.0 + DOWN_SECONDS) for r in before}
+    # Their prefixes are where they went; the lost engine comes back empty.
+    assert after == {r: router.choose(r, 10.0 + DOWN_SECONDS) for r in before}
     for engine in range(4):
-        router.lost(engine, now=20.0)
-    assert router.choose("r0", 20.0) is not None  # all are down: ask one anyway
-    assert router.choose("r0", 20.0, excluded=[0, 1, 2, 3]) is None
+        router.lost(engine, now=50.0)
+    assert router.choose("r0", 50.0) is not None  # all are down: ask one anyway
+    assert router.choose("r0", 50.0, excluded=[0, 1, 2, 3]) is None
+
+
+def test_an_engine_that_has_too_many_calls_gets_no_more_and_who_moved_stays():
+    alone = Router(4)
+    hashed = {f"r{i}": alone.choose(f"r{i}", 0.0) for i in range(400)}
+    crowded = [r for r, engine in hashed.items() if engine in (1, 2)]
+    router, served = Router(4), ExitStack()
+    homes = {}
+    for number, rollout in enumerate(crowded, 1):
+        homes[rollout] = router.choose(rollout, 0.0)
+        served.enter_context(router.serving(homes[rollout]))
+        assert max(router.load.values()) <= math.ceil(BOUND * number / 4)
+    moved = [r for r in crowded if homes[r] != hashed[r]]
+    assert len(crowded) // 4 < len(moved) < len(crowded) // 2  # what does not fit on two of four
+    served.close()
+    assert not any(router.load.values())
+    assert homes == {r: router.choose(r, 9.0) for r in crowded}
+
+
+def test_rollouts_that_were_long_gone_are_forgotten():
+    router = Router(2)
+    for number in range(REMEMBERED + 5):
+        router.choose(f"r{number}", 0.0)
+    assert len(router._last) == REMEMBERED
+    assert "r4" not in router._last and "r5" in router._last

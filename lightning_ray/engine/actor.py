@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ray.config import RunConfig
+from lightning_ray.engine.admission import Door, Limit
 from lightning_ray.engine.partial import Generation, Partial
 from lightning_ray.records import FinishReason, PolicyVersion
 
@@ -136,6 +137,7 @@ class EngineActor(PackedGenerate):
         self._llm: Any = None
         self._starting = asyncio.Lock()
         self._numbers = 0
+        self._door = Door(Limit(config.engine.max_num_seqs))
         self._running: dict[str, bool] = {}  # vLLM's request ids; True: under a grammar
         self._busy_s = self._busy_since = 0.0
         self._asleep = False
@@ -178,31 +180,32 @@ class EngineActor(PackedGenerate):
         from vllm.sampling_params import RequestOutputKind
 
         await self.ready()
-        made = Partial(stop, self._llm.get_tokenizer().decode)
-        while True:
-            params = SamplingParams(
-                temperature=temperature,
-                max_tokens=max_tokens - len(made.tokens),
-                stop=list(stop) or None,
-                structured_outputs=constraint,
-                seed=seed,
-                logprobs=0,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            await self._usable.wait()
-            version = self._version
-            final = await self._sample([*prompt.tolist(), *made.tokens], params)
-            sampled = final.outputs[0]
-            logprobs = [
-                at[token].logprob
-                for at, token in zip(sampled.logprobs or (), sampled.token_ids, strict=True)
-            ]
-            if made.add(sampled.token_ids, logprobs, version, final.num_cached_tokens or 0):
-                return made.finished(FinishReason.STOP)
-            if sampled.finish_reason != FinishReason.ABORT:
-                return made.finished(FinishReason(sampled.finish_reason))
-            if len(made.tokens) >= max_tokens:
-                return made.finished(FinishReason.LENGTH)
+        async with self._door.inside():
+            made = Partial(stop, self._llm.get_tokenizer().decode)
+            while True:
+                params = SamplingParams(
+                    temperature=temperature,
+                    max_tokens=max_tokens - len(made.tokens),
+                    stop=list(stop) or None,
+                    structured_outputs=constraint,
+                    seed=seed,
+                    logprobs=0,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                await self._usable.wait()
+                version = self._version
+                final = await self._sample([*prompt.tolist(), *made.tokens], params)
+                sampled = final.outputs[0]
+                logprobs = [
+                    at[token].logprob
+                    for at, token in zip(sampled.logprobs or (), sampled.token_ids, strict=True)
+                ]
+                if made.add(sampled.token_ids, logprobs, version, final.num_cached_tokens or 0):
+                    return made.finished(FinishReason.STOP)
+                if sampled.finish_reason != FinishReason.ABORT:
+                    return made.finished(FinishReason(sampled.finish_reason))
+                if len(made.tokens) >= max_tokens:
+                    return made.finished(FinishReason.LENGTH)
 
     async def _sample(self, prompt: list[int], params: Any) -> Any:
         """vLLM's output for one request, whole, or as far as it came when it was interrupted."""
@@ -286,6 +289,20 @@ class EngineActor(PackedGenerate):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from lightning_ray.engine.meter import Meter
+
+        try:
+            llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**self._arguments()), stat_loggers=[lambda *_: Meter(self._door)]
+            )
+            # The others are vLLM's own for Prometheus: they count every token, and nobody asks.
+            del llm.logger_manager.stat_loggers[1:]
+            return llm
+        except Exception as error:
+            raise EngineStartError(_advice(error, self._config)) from error
+
+    def _arguments(self) -> dict[str, Any]:
+        """vLLM's engine arguments."""
         config = self._config
         eager = config.engine.enforce_eager
         arguments: dict[str, Any] = {
@@ -312,10 +329,7 @@ class EngineActor(PackedGenerate):
             arguments["block_size"] = 32
         if config.engine.tensor_parallel == 1:
             arguments["distributed_executor_backend"] = "uni"
-        try:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        except Exception as error:
-            raise EngineStartError(_advice(error, config)) from error
+        return arguments
 
 
 def _advice(error: Exception, config: RunConfig) -> str:

@@ -1,11 +1,13 @@
 """Routes calls over the engines: a rollout stays on one engine, and moves when that engine is gone.
 
-`Router` is pure: rendezvous hashing keeps a rollout where its prefix is cached, and when an engine
-is lost only the rollouts of that engine move. `EnginePool` is the I/O around it: it asks the
-engine, and when Ray says that the engine died it marks it as down and asks the next one.
+`Router` is pure: rendezvous hashing spreads rollouts in the same way everywhere, each stays on the
+engine that served it last, where its prefix is cached, and an engine that has too many calls gets
+no more (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, 2016).
+`EnginePool` is the I/O around it: it asks the engine, and when Ray says that the engine died it
+marks it as down and asks the next one.
 
-Invariants: as long as the set of engines that are up does not change, a rollout is always routed to
-the same one; a call fails only when every engine failed it.
+Invariants: a rollout moves only when its engine is gone or has `BOUND` times the mean load; no
+engine gets a call that takes it above that; a call fails only when every engine failed it.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import pickle
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +35,11 @@ log = logging.getLogger(__name__)
 # A lost engine is back (started again, weights loaded) after tens of seconds; asking it sooner only
 # waits.
 DOWN_SECONDS = 30.0
+# The fullest engine has a quarter more than its share; with less, more rollouts would have to leave
+# the engine that knows their prefix.
+BOUND = 1.25
+# Rollouts whose engine is remembered; one that was forgotten starts where hashing puts it.
+REMEMBERED = 10_000
 
 
 class NoEngine(RuntimeError):
@@ -38,19 +48,41 @@ class NoEngine(RuntimeError):
 
 @dataclass
 class Router:
-    """Which engine (0 ... count-1) serves a rollout. Times are seconds of any monotonic clock."""
+    """Which engine (0 ... count-1) serves a rollout. Times are seconds of any monotonic clock; the
+    load of an engine is the calls that run between the ends of `serving`."""
 
     count: int
     down_until: dict[int, float] = field(default_factory=dict)
+    load: Counter[int] = field(default_factory=Counter)
+    _last: dict[str, int] = field(default_factory=dict)  # by rollout id, the latest at the end
 
     def choose(self, rollout_id: str, now: float, excluded: Sequence[int] = ()) -> int | None:
-        """The engine for `rollout_id`, or None if all are excluded. Engines that are down come
-        last."""
+        """The engine for a call of `rollout_id`, or None if all are excluded. Engines that are down
+        come last."""
         candidates = [engine for engine in range(self.count) if engine not in excluded]
         if not candidates:
             return None
         up = [engine for engine in candidates if self.down_until.get(engine, 0.0) <= now]
-        return max(up or candidates, key=lambda engine: _weight(rollout_id, engine))
+        up = up or candidates
+        most = math.ceil(BOUND * (sum(self.load[engine] for engine in up) + 1) / len(up))
+        last = self._last.pop(rollout_id, None)
+        engine = max(
+            (engine for engine in up if self.load[engine] < most),
+            key=lambda engine: (engine == last, _weight(rollout_id, engine)),
+        )
+        self._last[rollout_id] = engine
+        if len(self._last) > REMEMBERED:
+            del self._last[next(iter(self._last))]
+        return engine
+
+    @contextmanager
+    def serving(self, engine: int) -> Iterator[None]:
+        """Counts a call that the engine serves as long as the block runs."""
+        self.load[engine] += 1
+        try:
+            yield
+        finally:
+            self.load[engine] -= 1
 
     def lost(self, engine: int, now: float) -> None:
         self.down_until[engine] = now + DOWN_SECONDS
@@ -80,7 +112,8 @@ class EnginePool:
         while (engine := self._router.choose(rollout_id, time.monotonic(), failed)) is not None:
             running = self.engines[engine].generate_packed.remote(packed)
             try:
-                generation: Generation = pickle.loads(await running)
+                with self._router.serving(engine):
+                    generation: Generation = pickle.loads(await running)
                 return generation
             except asyncio.CancelledError:
                 ray.cancel(running)
