@@ -116,11 +116,16 @@ class Stack:
         """Runs `specs` and returns each in a final state, in the order of `specs`.
 
         Raises:
-            RunError: they did not finish within run.collect_timeout_s.
+            RunError: they did not finish within run.collect_timeout_s, or the tasks have changed.
         """
         ids = [spec.rollout_id for spec in specs]
         done = {f.spec.rollout_id: f for f in ray.get(self.store.finished.remote(ids))}
-        ray.get(self._controller.submit.remote([s for s in specs if s.rollout_id not in done]))
+        waiting = [spec for spec in specs if spec.rollout_id not in done]
+        if others := ray.get(self._controller.submit.remote(waiting)):
+            raise RunError(
+                f"rollout {others[0]} was begun with another task: the tasks have changed since "
+                "this run was stopped; put them back, or choose another run.name"
+            )
         deadline = time.monotonic() + self.config.run.collect_timeout_s
         while True:
             status = ray.get(self._controller.status.remote())
