@@ -92,9 +92,13 @@ class Client:
         fields: Json | None = None,
         split: Split = Split.TRAIN,
         step: int = 0,
+        rollout_id: str | None = None,
     ) -> str:
-        """Starts a rollout of a task; returns its id. No training step waits for it."""
+        """Starts a rollout of a task; returns its id. No training step waits for it. With a
+        `rollout_id` of your own, it can be asked for again when nobody knows whether the first
+        request arrived; another task under that id is refused (409)."""
         body = {
+            "rollout_id": rollout_id,
             "task_id": task_id,
             "statement": statement,
             "fields": fields or {},

@@ -53,8 +53,9 @@ class CallQuery(PageQuery):
 
 class NewRollout(BaseModel):
     """A rollout that somebody wants. `fields` are the task family's own data, which the agent
-    never sees."""
+    never sees; with a `rollout_id` of the caller's, asking again asks for the same rollout."""
 
+    rollout_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
     task_id: str = Field(min_length=1, max_length=1000)
     statement: str = Field(min_length=1)
     fields: Json = {}
@@ -72,7 +73,7 @@ class NewEvent(BaseModel):
 
 
 class Created(BaseModel):
-    """The rollout is in the queue."""
+    """The rollout is in the queue, or was there before."""
 
     rollout_id: str
 

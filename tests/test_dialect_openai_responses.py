@@ -73,7 +73,12 @@ def test_a_turn_becomes_reasoning_a_message_and_calls():
 def test_a_cut_response_is_incomplete():
     server = Server(openai_responses, CUT)
     reply = server.client.responses.create(model="m", input="hi")
-    assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    with server.client.responses.stream(model="m", input="hi") as stream:
+        last = list(stream)[-1]
+    assert last.type == "response.incomplete"
+    for cut in (reply, last.response):
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert (cut.output[0].status, cut.output[0].content[0].text) == ("incomplete", "hel")
 
 
 @pytest.mark.parametrize(

@@ -218,3 +218,22 @@ def test_a_rollout_moves_when_its_engine_is_gone_and_503_says_when_to_retry(gate
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "20")
     summary = ray.get(gateway.store.end_attempt.remote(attempt, Outcome.COMPLETED, "", time.time()))
     assert summary.last_fault == 503
+
+
+def test_without_the_store_every_route_says_when_to_retry(gateway):
+    attempt = gateway.attempt()
+    ray.kill(gateway.store)
+    body = {"messages": HELLO, "max_tokens": 5}
+    routes = [
+        ("POST", f"/rollout/{attempt}/v1/chat/completions"),
+        ("POST", f"/rollout/{attempt}/v1/messages/count_tokens"),
+        ("GET", f"/rollout/{attempt}/v1/models"),
+        ("POST", "/rollout/r0/reward"),
+        ("GET", "/api/v1/rollouts"),
+    ]
+    for method, path in routes:
+        reply = httpx.request(
+            method, gateway.url + path, json=body, headers={"x-api-key": "secret"}, timeout=30
+        )
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "20"), (path, reply.text)
+        assert reply.json()["error"]["message"] == "The store is starting again."

@@ -24,7 +24,7 @@ from support import Running, tokens_by_fate
 
 from lightning_ray.gateway import deploy
 from lightning_ray.records import Branch, Outcome, Task
-from lightning_ray.rollouts import harness, local
+from lightning_ray.rollouts import harness, installation, local
 from lightning_ray.rollouts.process import Limits
 from lightning_ray.samples import rows
 
@@ -68,6 +68,10 @@ CASES = {
     ),
     "claude-code": Case("claude-code", "Bash", "command", MESSAGES, '"name": "Bash"'),
     "codex": Case("codex", "exec_command", "cmd", RESPONSES, '"name": "exec_command"'),
+    "openhands": Case(
+        "openhands", "terminal", "command", CHAT, '"name": "terminal"',
+        extra=(("security_risk", "LOW"), ("summary", "works")),
+    ),
     "opencode": Case(
         "opencode", "bash", "command", CHAT, "opencode", extra=(("description", "works"),)
     ),
@@ -120,6 +124,10 @@ def request(gateway, name: str, folder: Path) -> local.AttemptRequest:
     recipe = harness.load(case.recipe, case.args)
     if recipe.npm and shutil.which("npm") is None and "CI" not in os.environ:
         pytest.skip("npm is not installed; Debian and Ubuntu: apt-get install npm")
+    try:
+        installation.interpreter(recipe)
+    except installation.InstallError as error:
+        pytest.skip(str(error))
     attempt_id = gateway.attempt()
     return local.AttemptRequest(
         attempt_id=attempt_id,

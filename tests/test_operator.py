@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -26,7 +27,7 @@ from lightning_ray.records import (
 )
 from lightning_ray.rollouts import controller, process
 from lightning_ray.store import queries
-from lightning_ray.store.rollouts import RolloutStore
+from lightning_ray.store.rollouts import Known, RolloutStore
 from lightning_ray.views import CallQuery, PageQuery, RolloutQuery
 
 # -- the store -----------------------------------------------------------------------------------
@@ -165,6 +166,27 @@ def test_events_outlive_the_process_and_one_stored_twice_is_one(tmp_path: Path):
     store.close()
 
 
+def test_what_operators_asked_for_waits_for_the_runs_next_life(tmp_path: Path):
+    store = RolloutStore(tmp_path / "store")
+    task = Task("t", "s", {"b": 1, "a": [True, "é"]})
+    mine, done = (RolloutSpec(name, name, task, Split.TRAIN, 3) for name in ("mine", "done"))
+    assert store.create_rollouts([make_spec(), mine, done])["mine"] == Known(0, False, True)
+    store.finish_rollout(
+        FinishedRollout(done, RolloutState.CANCELLED, Outcome.CANCELLED, "", 0, None)
+    )
+    store.start_attempt("mine-a0", "mine", 0, "hash", 1.0)
+    store.close()
+    store = RolloutStore(tmp_path / "store")
+    store.end_orphans(2.0)
+    assert store.queries.unfinished() == [mine]
+    same = replace(mine, task=Task("t", "s", {"a": [True, "é"], "b": 1}))
+    other = replace(mine, task=Task("t", "other"))
+    for asked, is_same in ((same, True), (replace(mine, step=4), True), (other, False)):
+        assert store.create_rollouts([asked]) == {"mine": Known(1, False, is_same)}
+    assert store.create_rollouts([done])["done"].over
+    store.close()
+
+
 # -- the gateway ---------------------------------------------------------------------------------
 
 HARNESS = f"""
@@ -292,6 +314,9 @@ BAD = [
     ("POST", "/rollouts", b'{"task_id": "t", "statement": "s", "fields": "x"}', 400),
     ("POST", "/rollouts", b'{"task_id": "t", "statement": "s", "split": "test"}', 400),
     ("POST", "/rollouts", b'{"task_id": "t", "statement": "s", "step": 1e99}', 400),
+    ("POST", "/rollouts", b'{"task_id": "t", "statement": "s", "rollout_id": ""}', 400),
+    ("POST", "/rollouts", b'{"task_id": "t", "statement": "s", "rollout_id": "../a"}', 400),
+    ("POST", "/rollouts", b'{"task_id": "t", "statement": "s", "rollout_id": "a\\n"}', 400),
     ("DELETE", "/rollouts/known", b"", 405),
 ]
 
@@ -340,10 +365,10 @@ def test_events_are_kept_in_their_order(gateway, client):
 
 @pytest.fixture(scope="module")
 def running(gateway):
-    actor = controller.start(gateway.config, gateway.store, gateway.url)
-    ray.get(actor.status.remote())
+    gateway.controller = controller.start(gateway.config, gateway.store, gateway.url)
+    ray.get(gateway.controller.status.remote())
     yield gateway
-    ray.get(actor.shutdown.remote())
+    ray.get(gateway.controller.shutdown.remote())
 
 
 def until(condition, seconds: float = 60):
@@ -413,3 +438,42 @@ def test_a_gateway_refuses_a_wrong_key_with_its_reason(gateway):
     with pytest.raises(ClientError, match="HTTP 401: This is not the operator's key") as caught:
         list(Client(gateway.url, "wrong").rollouts())
     assert (caught.value.status, caught.value.message) == (401, "This is not the operator's key.")
+
+
+def test_a_rollout_asked_for_again_under_its_id_is_the_same_rollout(running, client):
+    asked = {"task_id": "t", "statement": "sleep", "fields": {"b": 1, "a": 2}}
+    assert client.create(**asked, rollout_id="chosen") == "chosen"
+    until(lambda: len(list(client.calls("chosen"))) == 3)
+    for is_over in (False, True):
+        assert client.create("t", "sleep", {"a": 2, "b": 1}, rollout_id="chosen") == "chosen"
+        with pytest.raises(ClientError, match="with another task or split") as caught:
+            client.create("t", "do it", rollout_id="chosen")
+        assert caught.value.status == 409
+        shown = client.rollout("chosen")
+        assert (shown.state.final, shown.attempts) == (is_over, 1)
+        if not is_over:
+            client.cancel("chosen")
+    # A training step's rollout is not one of an operator's.
+    running.attempt(rollout="of-a-group")
+    with pytest.raises(ClientError, match="HTTP 409"):
+        client.create("t", "s", step=1, rollout_id="of-a-group")
+
+
+def test_a_rollout_outlives_the_controller_that_it_was_asked_of(running, client):
+    def start_again():
+        ray.kill(running.controller)
+        ray.get(running.store.end_orphans.remote(time.time()))
+        running.controller = controller.start(running.config, running.store, running.url)
+
+    first, second = client.create("t", "sleep"), client.create("t", "do it")
+    until(lambda: len(list(client.calls(first))) == 3)
+    start_again()  # as after `kill -9`
+    until(lambda: client.rollout(first).attempts == 2 and len(list(client.calls(first))) == 3)
+    ray.get(running.controller.shutdown.remote())  # as when the user stops the run
+    assert process.marked(f"{first}-a1") == []
+    assert not client.rollout(first).state.final
+    start_again()
+    until(lambda: client.rollout(first).attempts == 3)
+    client.cancel(first)
+    shown = until(lambda: (r := client.rollout(second)).state.final and r)
+    assert (shown.state, shown.attempts) == (RolloutState.FINISHED, 1)

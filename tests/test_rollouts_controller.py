@@ -35,6 +35,7 @@ from lightning_ray.rollouts.harness import Recipe
 from lightning_ray.rollouts.lifecycle import judge
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_attempt
 from lightning_ray.rollouts.process import EndedBy, ExitReport, Limits
+from lightning_ray.store.rollouts import Known
 
 HERE = Path(__file__).parent
 GATEWAY = "http://gateway:1"
@@ -97,8 +98,12 @@ class MemoryStore:
         self.finished: dict[str, FinishedRollout] = {}
         self.rewards: dict[str, Reward] = {}
 
-    async def create_rollouts(self, specs: list[RolloutSpec]) -> dict[str, int]:
-        return {spec.rollout_id: 2 if "resumed" in spec.rollout_id else 0 for spec in specs}
+    async def create_rollouts(self, specs: list[RolloutSpec]) -> dict[str, Known]:
+        ids = [spec.rollout_id for spec in specs]
+        return {name: Known(2 if "resumed" in name else 0, False, True) for name in ids}
+
+    async def unfinished(self) -> list[RolloutSpec]:
+        return []
 
     async def start_attempt(
         self, attempt_id: str, rollout_id: str, number: int, key_hash: str, started_at: float
@@ -278,7 +283,8 @@ def test_a_lost_worker_costs_an_attempt_and_a_cancelled_harness_dies(
     assert process.marked("second-a0") == []
     done = run.wait(2)
     assert {finished.state for finished in done.values()} == {RolloutState.CANCELLED}
-    log, _ = ray.get(run.store.all.remote())
+    log, finished = ray.get(run.store.all.remote())
+    assert list(finished) == ["first"]  # the other one is for the run's next life
     ends = {entry[1]: entry[2] for entry in log if entry[0] == "end"}
     assert ends == {
         "first-a0": Outcome.NODE_LOST,

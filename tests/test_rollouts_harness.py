@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from pydantic import ValidationError
 
 from lightning_ray.rollouts import harness, installation, process
 from lightning_ray.rollouts.harness import RecipeError, Values
-from lightning_ray.rollouts.installation import InstallError, install, site_packages
+from lightning_ray.rollouts.installation import InstallError, install, interpreter, site_packages
 
 VALUES = Values(
     base_url="http://gateway/rollout/r-a0/v1",
@@ -254,3 +255,23 @@ def test_an_installed_harness_has_its_own_interpreter(
     )
     assert Path(prefix.strip()) == venv != Path(sys.prefix)
     assert site_packages(venv).is_dir()
+
+
+def test_a_harness_may_need_a_newer_python_than_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setenv("LIGHTNING_RAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    needs = {"name": "new", "packages": ["pip"], "command": ["x"]}
+    recipe = harness.Recipe(**needs, python="3.12")
+    with pytest.raises(InstallError, match=r"needs Python 3\.12 or newer.*uv python install 3\.12"):
+        install(recipe)
+    for path in ("bin/python3.11", "bin/python3.13", "versions/3.14.1/bin/python3.14"):
+        program = tmp_path / path
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.touch(mode=0o755)
+    assert interpreter(recipe) == str(tmp_path / "bin/python3.13")
+    assert interpreter(harness.Recipe(**needs)) == sys.executable
+    with pytest.raises(ValidationError, match="python"):
+        harness.Recipe(**needs, python="2.7")

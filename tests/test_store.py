@@ -28,7 +28,7 @@ from lightning_ray.records import (
     Task,
 )
 from lightning_ray.store.errors import AttemptOver, DuplicateReward, StoreLocked, UnknownAttempt
-from lightning_ray.store.rollouts import RolloutStore
+from lightning_ray.store.rollouts import Known, RolloutStore
 
 
 def make_call(call_id: str, prompt: list[int], tokens: list[int], attempt: str = "r-a0") -> Call:
@@ -163,7 +163,7 @@ def test_a_second_owner_is_refused(store: RolloutStore):
 
 
 def test_attempts_continue_their_numbering_after_a_restart(store: RolloutStore):
-    assert store.create_rollouts([make_spec()]) == {"r": 1}
+    assert store.create_rollouts([make_spec()]) == {"r": Known(1, False, True)}
     assert store.end_orphans(5.0) == 1
     assert not store.attempt("r-a0").live
 

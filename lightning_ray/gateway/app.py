@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, StreamingResponse
 from pydantic import BaseModel
 from ray import serve
+from ray.exceptions import RayActorError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -51,7 +52,8 @@ log = logging.getLogger("ray.serve")  # the only logger that Serve writes to the
 _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 # For the OpenAPI document, in place of FastAPI's own 422.
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "Refused: an error in the shape of the route's protocol."}
+    "4XX": {"description": "Refused: an error in the shape of the route's protocol."},
+    503: {"description": "An update, or something is starting again: see `Retry-After`."},
 }
 
 
@@ -92,6 +94,11 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 @app.exception_handler(RequestValidationError)
 async def _bad_parameter(request: Request, error: RequestValidationError) -> Response:
     return await _api_error(request, invalid(error.errors()[0]))
+
+
+@app.exception_handler(RayActorError)
+async def _no_store(request: Request, error: RayActorError) -> Response:
+    return await _api_error(request, ApiError(503, "The store is starting again."))
 
 
 @app.exception_handler(Exception)
@@ -150,8 +157,8 @@ class GatewayDeployment:
             return _refusal(anthropic_messages, error)
         return ORJSONResponse({"input_tokens": count})
 
-    @app.head("/rollout/{attempt_id}")
-    @app.head("/rollout/{attempt_id}/")
+    @app.head("/rollout/{attempt_id}", response_class=Response)
+    @app.head("/rollout/{attempt_id}/", response_class=Response)
     async def probe(self, attempt_id: str) -> Response:
         """Claude Code looks whether its base URL is there."""
         return Response()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ import orjson
 
 from lightning_ray.gateway.errors import ApiError
 
+# Levels of JSON that every part of ours, of vLLM and of a chat template can walk and print.
+MOST_LEVELS = 100
 # Fields of a body that may differ between a request and its retry.
 _VOLATILE = frozenset({"stream", "stream_options", "metadata", "client_metadata"})
 
@@ -27,7 +30,35 @@ def decode(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"The body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ApiError(400, f"The body must be a JSON object, not {type(data).__name__}.")
+    if not is_shallow(data):
+        raise ApiError(400, f"The body is nested deeper than {MOST_LEVELS} levels.")
     return data
+
+
+def decode_text(text: str) -> Any:
+    """JSON that stands as text inside of JSON, as the arguments of a tool call do.
+
+    Raises:
+        ValueError: it is no JSON, or nested deeper than `MOST_LEVELS`.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not is_shallow(value):
+        raise ValueError("nested too deeply")
+    return value
+
+
+def is_shallow(value: Any, levels: int = MOST_LEVELS) -> bool:
+    """True if no more than `levels` objects and lists stand inside of each other."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        if not level:
+            break
+        parts = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [part for some in parts for part in some if isinstance(part, dict | list)]
+    return not level
 
 
 def fingerprint(dialect: str, data: Mapping[str, Any]) -> str:

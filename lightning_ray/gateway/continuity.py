@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_ray.gateway import bodies
 from lightning_ray.records import Branch, Call, SideCall, Turn
 
 Message = Mapping[str, Any]
@@ -126,7 +127,7 @@ def _words(content: Any) -> str:
 def _arguments(arguments: Any) -> Any:
     if isinstance(arguments, str):
         try:
-            return json.loads(arguments)
+            return bodies.decode_text(arguments)
         except ValueError:
             return _words(arguments)  # a malformed call means its text
     return arguments

@@ -23,7 +23,7 @@ from lightning_ray.config import RunConfig
 from lightning_ray.gateway import access
 from lightning_ray.gateway.bodies import decode
 from lightning_ray.gateway.errors import ApiError
-from lightning_ray.records import Json, Reward, RolloutSpec, Task
+from lightning_ray.records import Reward, RolloutSpec, Task
 from lightning_ray.rollouts import controller
 from lightning_ray.store.errors import DuplicateReward, StoreError
 from lightning_ray.views import (
@@ -42,8 +42,6 @@ from lightning_ray.views import (
 
 # Bytes of an event's data: events are notes, not files.
 MOST_EVENT_BYTES = 64 << 10
-# Levels of JSON that every part of ours can copy and print without a deep stack.
-MOST_LEVELS = 100
 
 # Reads a request's body: after the key was checked, so that nothing of a stranger's is read.
 Body = Callable[[], Awaitable[bytes]]
@@ -98,19 +96,23 @@ class Operator:
         return await self._detail(rollout_id, with_fields)
 
     async def create(self, headers: Mapping[str, str], body: Body) -> Created:
-        """Queues a rollout, a group of its own that no training step waits for.
+        """Queues a rollout, a group of its own that no training step waits for. Asked for again
+        under the id that the caller chose, it is the rollout that there is.
 
         Raises:
-            ApiError: 401, 400, 503 (no controller runs).
+            ApiError: 401, 400, 409 (the id belongs to another rollout), 503 (no controller runs).
         """
         await self.check(headers)
         new = _parse(NewRollout, await body())
-        _check_levels(new.fields, "fields")
-        rollout_id = f"op-{uuid.uuid4().hex}"
+        rollout_id = new.rollout_id or f"op-{uuid.uuid4().hex}"
         task = Task(new.task_id, new.statement, new.fields)
-        await self._controller(
-            "submit", [RolloutSpec(rollout_id, rollout_id, task, new.split, new.step)]
-        )
+        spec = RolloutSpec(rollout_id, rollout_id, task, new.split, new.step)
+        if await self._controller("submit", [spec]):
+            raise ApiError(
+                409,
+                f"Rollout {rollout_id!r} exists, with another task or split.",
+                param="rollout_id",
+            )
         return Created(rollout_id=rollout_id)
 
     async def cancel(self, headers: Mapping[str, str], rollout_id: str) -> RolloutDetail:
@@ -145,7 +147,6 @@ class Operator:
         """Stores an event; when this returns, it is on disk."""
         await self.check(headers)
         new = _parse(NewEvent, await body())
-        _check_levels(new.data, "data")
         if (size := len(orjson.dumps(new.data))) > MOST_EVENT_BYTES:
             raise ApiError(
                 413, f"`data` has {size} bytes, {MOST_EVENT_BYTES} may be.", param="data"
@@ -190,13 +191,3 @@ def invalid(problem: Mapping[str, Any]) -> ApiError:
     """The 400 for one of pydantic's errors."""
     field = ".".join(str(part) for part in problem["loc"] if part not in ("query", "path"))
     return ApiError(400, f"`{field}`: {problem['msg']}.", param=field)
-
-
-def _check_levels(data: Json, name: str) -> None:
-    level: list[Any] = [data]
-    for _ in range(MOST_LEVELS):
-        inner = [item.values() if isinstance(item, dict) else item for item in level]
-        level = [v for values in inner for v in values if isinstance(v, dict | list)]
-        if not level:
-            return
-    raise ApiError(400, f"`{name}` is nested deeper than {MOST_LEVELS} levels.", param=name)

@@ -11,6 +11,7 @@ no tool call or reasoning comes back as content.
 from __future__ import annotations
 
 import functools
+import logging
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from lightning_ray.gateway.dialects import PARTS, ChatRequest
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.gateway.tokenize import Tokenize
 from lightning_ray.records import Call, FinishReason, ToolCall, Turn
+
+log = logging.getLogger("ray.serve")  # the only logger that Serve writes to the replica's file
 
 # Stands for the words of an assistant in a template, to see what the template puts after them.
 _WORDS = "lightning ray words"
@@ -109,8 +112,9 @@ class Renderer:
             if self._parser_class:
                 parsed = self._parser_class(self.tokenizer, parsed.tools).adjust_request(parsed)
             found = parsed.extract_structured_outputs()
-        except ValueError as error:
-            raise ApiError(400, str(error), param="tool_choice") from error
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            # vLLM takes the shape of a tool's JSON schema for granted.
+            raise ApiError(400, f"No grammar for this: {error}", param="tool_choice") from error
         if found is None:
             raise ApiError(
                 400,
@@ -138,12 +142,19 @@ class Renderer:
         if self._parser_class is None:
             return Turn(content=text, finish_reason=reason), text
         parser = self._parser_class(self.tokenizer, request.parsed.tools)
-        reasoning, content, calls = parser.parse(
-            text,
-            request.parsed,
-            enable_auto_tools=bool(request.tools),
-            model_output_token_ids=ids,
-        )
+        try:
+            reasoning, content, calls = parser.parse(
+                text,
+                request.parsed,
+                enable_auto_tools=bool(request.tools),
+                model_output_token_ids=ids,
+            )
+            for call in calls or ():
+                f"{call.name}{call.arguments}".encode()
+        except Exception as error:
+            # Forty parsers for whatever a model may say: what one cannot read is text.
+            log.warning("vLLM's parser cannot read %.200r: %r", text, error)
+            reasoning, content, calls = None, text, None
         if not (content or reasoning or calls):
             content = text  # a forced call that is malformed: vLLM would drop it
         turn = Turn(

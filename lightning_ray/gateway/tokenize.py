@@ -48,7 +48,12 @@ class Tokenize:
         self._special = self._splitter()
 
     def __call__(self, text: str) -> np.ndarray:
-        """The ids (int32) of `text`."""
+        """The ids (int32) of `text`. Half of a surrogate pair, which JSON can escape and which is
+        no character, is encoded as U+FFFD."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         if self._special is None or not text:
             return self._encode(text)
         ids = np.concatenate([self._piece(piece) for piece in self._special.split(text) if piece])

@@ -5,7 +5,8 @@
 second task grades it. Whoever wants the results polls `next_finished`.
 
 Invariants: a rollout is in its final state in the store before it is handed out, and is handed out
-once, in order; nothing starts after `shutdown`; only the hash of an attempt's key leaves this
+once, in order; nothing starts after `shutdown`, and what it cancels stays open in the store, for
+the run's next life; only the hash of an attempt's key leaves this
 actor, except to the attempt itself; a lost worker or node is an outcome, while a failure of the
 store or of this code is raised by the next `next_finished`.
 """
@@ -25,7 +26,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
 from lightning_ray.config import RunConfig
-from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, RolloutSpec
+from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, RolloutSpec, RolloutState
 from lightning_ray.rollouts import harness
 from lightning_ray.rollouts.grading import Episode, GradeRequest, GraderFault, grade
 from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycle, Next, judge
@@ -43,10 +44,13 @@ _grade = ray.remote(max_retries=0)(grade)
 
 
 def start(config: RunConfig, store: Any, gateway_url: str) -> Any:
-    """Starts the controller; returns its actor handle."""
+    """Starts the controller, which first queues what operators asked an earlier one for; returns
+    its actor handle."""
     actor = ray.remote(num_cpus=0, max_concurrency=_MAX_CONCURRENCY)(RolloutController)
     named = actor.options(name=_name(config), namespace=NAMESPACE)
-    return named.remote(config, store, gateway_url)
+    handle = named.remote(config, store, gateway_url)
+    handle.submit.remote(store.unfinished.remote())
+    return handle
 
 
 def find(config: RunConfig) -> Any:
@@ -90,18 +94,22 @@ class RolloutController:
         self._failure: BaseException | None = None
         self._closed = False
 
-    async def submit(self, specs: list[RolloutSpec]) -> None:
-        """Queues rollouts; those that are known are left alone.
+    async def submit(self, specs: list[RolloutSpec]) -> list[str]:
+        """Queues rollouts; those that are queued already, or over, are left alone. Returns the ids
+        under which the store knows others than these, which are left alone too.
 
         Raises:
             ControllerStopped: after `shutdown`.
         """
         if self._closed:
             raise ControllerStopped("the run is ending and takes no more rollouts")
-        attempts = await self._store.create_rollouts.remote(specs) or {}
+        known = await self._store.create_rollouts.remote(specs)
         for spec in specs:
-            self._life.submit(spec, time.time(), attempts.get(spec.rollout_id, 0))
+            rollout = known[spec.rollout_id]
+            if rollout.same and not rollout.over:
+                self._life.submit(spec, time.time(), rollout.attempts)
         self._start_more()
+        return [rollout_id for rollout_id, rollout in known.items() if not rollout.same]
 
     async def next_finished(self, wait_s: float) -> list[FinishedRollout]:
         """Rollouts that reached a final state since the last call; waits for one, `wait_s` at
@@ -292,7 +300,8 @@ class RolloutController:
     async def _publish(self) -> None:
         """Stores what is over, then makes it available."""
         for finished in self._life.take_finished():
-            await self._store.finish_rollout.remote(finished)
+            if not (self._closed and finished.state is RolloutState.CANCELLED):
+                await self._store.finish_rollout.remote(finished)
             self._ready.append(finished)
             self._news.set()
 

@@ -73,6 +73,11 @@ class Recipe(BaseModel):
         default_factory=list,
         description="npm packages of the harness; commands are in {venv}/node_modules/.bin.",
     )
+    python: str = Field(
+        "",
+        pattern=r"^(3\.[0-9]+)?$",
+        description="Oldest Python that the packages work with, as 3.12; they get ours by default.",
+    )
     lock: str | None = Field(
         None,
         description="File beside the recipe that pins every package; `packages` is then a comment.",

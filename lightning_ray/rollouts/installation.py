@@ -18,6 +18,7 @@ import filelock
 from lightning_ray.rollouts.harness import Recipe
 
 _DONE = "installed"  # written last: an environment without it is half an installation
+_NEWEST_MINOR = 20  # of Python 3; more than there are
 
 
 class InstallError(RuntimeError):
@@ -30,12 +31,13 @@ def install(recipe: Recipe) -> Path | None:
     it fails here.
 
     Raises:
-        InstallError: pip, venv or npm failed.
+        InstallError: pip, venv or npm failed, or no Python is new enough.
     """
     if not recipe.has_packages:
         return None
     # The version of Python belongs to it: compiled packages and site-packages depend on it.
     identity = f"{sys.version_info[:3]}\n{recipe.lock_text != ''}\n{recipe.requirements}"
+    identity += f"python {recipe.python}\n" * bool(recipe.python)
     identity += "".join(f"npm {package}\n" for package in recipe.npm)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     root = Path(os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray").expanduser()
@@ -52,14 +54,34 @@ def install(recipe: Recipe) -> Path | None:
 
 
 def site_packages(venv: Path) -> Path:
-    return (
-        venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    [folder] = venv.glob("lib/python3*/site-packages")
+    return folder
+
+
+def interpreter(recipe: Recipe) -> str:
+    """The Python that the harness's environment is made with: ours if the recipe names no other,
+    else the oldest one of this machine (on PATH or in pyenv) that is new enough.
+
+    Raises:
+        InstallError: there is none.
+    """
+    if not recipe.python:
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT") or "~/.pyenv").expanduser()
+    # Before PATH, where pyenv has stand-ins that refuse to start when another version is chosen.
+    folders = [*sorted(map(str, pyenv.glob("versions/*/bin"))), os.environ.get("PATH", "")]
+    for minor in range(int(recipe.python.removeprefix("3.")), _NEWEST_MINOR):
+        if found := shutil.which(f"python3.{minor}", path=os.pathsep.join(folders)):
+            return found
+    raise InstallError(
+        f"cannot install harness {recipe.name}: it needs Python {recipe.python} or newer, and "
+        f"neither PATH nor pyenv has one; `uv python install {recipe.python}` gets it"
     )
 
 
 def _build(recipe: Recipe, venv: Path) -> None:
     # Scripts name their interpreter by its full path, so an environment is made where it will stay.
-    _check(recipe, [sys.executable, "-m", "venv", str(venv)])
+    _check(recipe, [interpreter(recipe), "-m", "venv", str(venv)])
     if recipe.requirements:
         requirements = venv / "requirements.txt"
         requirements.write_text(recipe.requirements)

@@ -120,12 +120,20 @@ class Stack:
     # -- rollouts -------------------------------------------------------------------------------
 
     def submit(self, specs: Sequence[RolloutSpec]) -> None:
-        """Has rollouts run; those that the store knows as finished are in `results` at once."""
+        """Has rollouts run; those that the store knows as finished are in `results` at once.
+
+        Raises:
+            RunError: the tasks have changed since the run was stopped.
+        """
         done = {f.spec.rollout_id: f for f in ray.get(self.store.finished.remote(_ids(specs)))}
         self._results |= done
         fresh = [spec for spec in specs if spec.rollout_id not in done]
         self._awaited |= set(_ids(fresh))
-        ray.get(self._controller.submit.remote(fresh))
+        if others := ray.get(self._controller.submit.remote(fresh)):
+            raise RunError(
+                f"rollout {others[0]} was begun with another task: the tasks have changed since "
+                "this run was stopped; put them back, or choose another run.name"
+            )
 
     def poll(self) -> ControllerStatus:
         """Waits a moment for rollouts to end; says how all stand."""
@@ -160,7 +168,7 @@ class Stack:
         """Runs `specs` and returns each in a final state, in the order of `specs`.
 
         Raises:
-            RunError: they did not finish within run.collect_timeout_s.
+            RunError: see `submit` and `check_overdue`.
         """
         ids, started = _ids(specs), time.monotonic()
         self.submit(specs)

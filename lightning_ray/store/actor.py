@@ -25,7 +25,7 @@ from lightning_ray.records import Call, FinishedRollout, Json, Outcome, Reward, 
 from lightning_ray.store.claims import Claims, Opening, Verdict
 from lightning_ray.store.errors import StoreError
 from lightning_ray.store.grouping import Grouped
-from lightning_ray.store.rollouts import AttemptInfo, AttemptSummary, RolloutStore
+from lightning_ray.store.rollouts import AttemptInfo, AttemptSummary, Known, RolloutStore
 from lightning_ray.views import (
     CallPage,
     CallQuery,
@@ -151,7 +151,7 @@ class StoreActor:
 
     # -- the controller's and the driver's side -------------------------------------------------
 
-    async def create_rollouts(self, specs: list[RolloutSpec]) -> dict[str, int]:
+    async def create_rollouts(self, specs: list[RolloutSpec]) -> dict[str, Known]:
         return await self._run(self._store.create_rollouts, specs)
 
     async def start_attempt(
@@ -210,6 +210,9 @@ class StoreActor:
         return await self._run(self._store.texts, attempt_id)
 
     # -- the operator's side: see `Queries` -----------------------------------------------------
+
+    async def unfinished(self) -> list[RolloutSpec]:
+        return await self._run(self._store.queries.unfinished)
 
     async def list_rollouts(self, query: RolloutQuery) -> RolloutPage:
         return await self._run(self._store.queries.rollouts, query)

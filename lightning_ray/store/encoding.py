@@ -136,12 +136,17 @@ def finished_to_json(finished: FinishedRollout) -> str:
     return json.dumps(data)
 
 
+def spec_from_row(row: tuple) -> RolloutSpec:
+    rollout_id, group_id, split, step, task = row
+    return RolloutSpec(rollout_id, group_id, Task(**json.loads(task)), Split(split), step)
+
+
 def finished_from_row(row: tuple) -> FinishedRollout:
-    rollout_id, group_id, split, step, task, finished = row
+    *spec, finished = row
     data = json.loads(finished)
     reward = data.pop("reward")
     return FinishedRollout(
-        spec=RolloutSpec(rollout_id, group_id, Task(**json.loads(task)), Split(split), step),
+        spec=spec_from_row(tuple(spec)),
         state=RolloutState(data.pop("state")),
         outcome=Outcome(data.pop("outcome")),
         reward=Reward(**reward) if reward else None,

@@ -13,7 +13,8 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_ray.records import Call, Json
+from lightning_ray.records import Call, Json, RolloutSpec
+from lightning_ray.store.encoding import spec_from_row
 from lightning_ray.views import (
     AttemptView,
     CallPage,
@@ -94,6 +95,15 @@ class Queries:
             reward_source=rows[0]["source"],
             **{name: finished[name] for name in ending if name in finished},
         )
+
+    def unfinished(self) -> list[RolloutSpec]:
+        """What operators asked for (rollouts that are a group of their own) and is not over, oldest
+        first."""
+        rows = self._db.execute(
+            "select rollout_id, group_id, split, step, task from rollouts "
+            "where finished is null and group_id = rollout_id order by rowid"
+        )
+        return [spec_from_row(row) for row in rows]
 
     def calls(self, rollout_id: str, query: CallQuery) -> CallPage | None:
         """A page of the calls of one attempt; None if there is no such rollout or attempt. A

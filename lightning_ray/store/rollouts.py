@@ -84,6 +84,15 @@ class AttemptInfo:
 
 
 @dataclass(frozen=True)
+class Known:
+    """How a rollout stands; `same` is False if the store has another one under its id."""
+
+    attempts: int
+    over: bool
+    same: bool
+
+
+@dataclass(frozen=True)
 class AttemptSummary:
     """How an attempt's calls went. `last_fault` is the HTTP status (500 or above) that the gateway
     gave last, None if its last answer was fine."""
@@ -123,23 +132,28 @@ class RolloutStore:
 
     # -- rollouts and attempts ------------------------------------------------------------------
 
-    def create_rollouts(self, specs: Iterable[RolloutSpec]) -> dict[str, int]:
-        """Adds rollouts that are not known yet; returns the attempts made so far of each."""
-        specs = list(specs)
+    def create_rollouts(self, specs: Iterable[RolloutSpec]) -> dict[str, Known]:
+        """Adds rollouts that are not known yet; returns how each of them stands, by id."""
+        asked = {
+            s.rollout_id: (s.group_id, s.split, json.dumps(vars(s.task), sort_keys=True), s.step)
+            for s in specs
+        }
         with self._db:
             self._db.executemany(
                 "insert or ignore into rollouts (rollout_id, group_id, split, "
-                "step, task, state) values (?,?,?,?,?,?)",
-                [
-                    (s.rollout_id, s.group_id, s.split, s.step, json.dumps(vars(s.task)), "queued")
-                    for s in specs
-                ],
+                "task, step, state) values (?,?,?,?,?,?)",
+                [(rollout_id, *spec, "queued") for rollout_id, spec in asked.items()],
             )
-        ids = [spec.rollout_id for spec in specs]
         rows = self._select(
-            "select rollout_id, attempts from rollouts where rollout_id in (%s)", ids
+            "select rollout_id, attempts, finished is not null, group_id, split, task "
+            "from rollouts where rollout_id in (%s)",
+            list(asked),
         )
-        return dict(rows)
+        return {
+            # The step may differ: a run that was killed may queue it again in an earlier one.
+            rollout_id: Known(attempts, bool(over), tuple(stored) == asked[rollout_id][:-1])
+            for rollout_id, attempts, over, *stored in rows
+        }
 
     def start_attempt(
         self, attempt_id: str, rollout_id: str, number: int, key_hash: str, started_at: float

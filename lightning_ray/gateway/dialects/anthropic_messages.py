@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from lightning_ray.gateway import bodies
 from lightning_ray.gateway.dialects import Answer, ChatRequest, Head, Usage, openai_chat
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.records import FinishReason, Json, ToolCall, Turn
@@ -25,6 +26,8 @@ TOOL_CALL_PREFIX = "toolu_"
 # Claude Code's attribution, a system block of its own, begins so. It differs between conversations:
 # it would end the common prefix of all prompts at their first line.
 BILLING_HEADER = "x-anthropic-billing-header"
+# Levels around a call's arguments in the request that sends them back.
+_AROUND = 5
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -349,11 +352,9 @@ def _tool_use(call: ToolCall) -> Json:
     protocol can carry."""
     try:
         given = orjson.loads(call.arguments)
-        # Four levels around the arguments in a response; orjson writes fewer levels than it reads.
-        orjson.dumps([[[[given]]]])
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+    except orjson.JSONDecodeError:
         given = None
-    if isinstance(given, dict):
+    if isinstance(given, dict) and bodies.is_shallow(given, bodies.MOST_LEVELS - _AROUND):
         return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": given}
     name = orjson.dumps(call.name).decode()
     return {"type": "text", "text": f'{{"name": {name}, "arguments": {call.arguments}}}'}

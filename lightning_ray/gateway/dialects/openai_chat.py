@@ -11,13 +11,13 @@ it; no message is added or dropped; tool results stand in the order of their cal
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
+from lightning_ray.gateway import bodies
 from lightning_ray.gateway.dialects import PARTS, Answer, ChatRequest, Head, Usage
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.records import FinishReason, Turn
@@ -297,8 +297,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         # A malformed call of the model comes back as it was: templates take text too.
-        with contextlib.suppress(ValueError, RecursionError):
-            decoded = json.loads(arguments)
+        with contextlib.suppress(ValueError):
+            decoded = bodies.decode_text(arguments)
             arguments = decoded if isinstance(decoded, dict) else arguments
     elif not isinstance(arguments, dict):
         where = f"{where}.function.arguments"
