@@ -27,7 +27,8 @@ from starlette.responses import Response
 
 import lightning_ray.tasks
 from lightning_ray.config import load
-from lightning_ray.engine.actor import Generation, PackedGenerate
+from lightning_ray.engine.actor import Generation
+from lightning_ray.engine.courier import Exchange
 from lightning_ray.gateway import deploy
 from lightning_ray.records import (
     FinishReason,
@@ -109,7 +110,7 @@ def make_body(tokenizer: Any) -> str:
     raise AssertionError("even an empty request is too long")
 
 
-class InstantEngine(PackedGenerate):
+class InstantEngine(Exchange):
     """An engine actor without a model."""
 
     def __init__(self, tokens: list[np.ndarray]) -> None:

@@ -26,7 +26,7 @@ class Slow:
 async def test_what_arrives_while_a_message_is_under_way_goes_together_in_the_next_one():
     slow = Slow()
     double = Grouped(slow.send, 3)
-    first = asyncio.create_task(double(1))
+    first = double(1)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert await asyncio.gather(first, *map(double, [2, 3, 4, 5])) == [2, 4, 6, 8, 10]
@@ -44,7 +44,7 @@ async def test_an_error_of_one_item_is_nobody_elses_and_a_failed_message_is_ever
 
 async def test_a_waiter_that_is_cancelled_leaves_the_others_alone():
     double = Grouped(Slow().send, 8)
-    waiters = [asyncio.create_task(double(item)) for item in (1, 2)]
+    waiters = [double(item) for item in (1, 2)]
     await asyncio.sleep(0.005)
     waiters[0].cancel()
     assert await waiters[1] == 4

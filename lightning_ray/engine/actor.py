@@ -15,9 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pickle
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ray.config import RunConfig
+from lightning_ray.engine.courier import EngineDead, Exchange
 from lightning_ray.records import FinishReason, PolicyVersion, Span
 
 # Set in the engine's process before vLLM is imported. No telemetry, no hub, no forked tokenizers.
@@ -49,10 +48,6 @@ DRAIN_POLL_S = 0.05
 
 class EngineStartError(RuntimeError):
     """vLLM did not start; the message says why and which setting to change."""
-
-
-class EngineDead(RuntimeError):
-    """vLLM's core process is gone; the actor ends itself so that Ray starts it again."""
 
 
 @dataclass(frozen=True)
@@ -104,21 +99,7 @@ def environment(config: RunConfig, on_gpu: bool) -> dict[str, str]:
     }
 
 
-class PackedGenerate:
-    """Gives an engine a `generate` whose arguments and result are one pickle each: Ray serializes
-    every argument apart, which costs more than all the rest of a call."""
-
-    async def generate_packed(self, packed: bytes) -> bytes:
-        """`generate`, of what `pack` made."""
-        prompt, sampling = pickle.loads(packed)
-        return pickle.dumps(await self.generate(prompt, **sampling), 5)  # type: ignore[attr-defined]
-
-    @staticmethod
-    def pack(prompt: np.ndarray, sampling: Mapping[str, Any]) -> bytes:
-        return pickle.dumps((prompt, sampling), 5)
-
-
-class EngineActor(PackedGenerate):
+class EngineActor(Exchange):
     """See the module. `pointer` is the path of the policy file; without one the base model is
     served as `base_version`."""
 

@@ -26,12 +26,12 @@ class Grouped(Generic[Item, Result]):
         self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
         self._sending: asyncio.Task[None] | None = None
 
-    async def __call__(self, item: Item) -> Result:
+    def __call__(self, item: Item) -> asyncio.Future[Result]:
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, done))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send_all())
-        return await done
+        return done
 
     async def _send_all(self) -> None:
         while self._waiting:
