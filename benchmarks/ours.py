@@ -195,7 +195,7 @@ class System:
             bare.bind(self.engine),
             name=BARE,
             route_prefix=f"/{BARE}",
-            logging_config={"enable_access_log": False},
+            logging_config=deploy.LOGGING,
         )
         self._made = 0
 

@@ -78,7 +78,7 @@ def parse(body: dict[str, Any]) -> ChatRequest:
     if not 1 <= samples <= MOST_CHOICES:
         raise ApiError(400, f"`n` must be between 1 and {MOST_CHOICES}.", param="n")
     limit = "max_tokens" if parsed.max_completion_tokens is None else "max_completion_tokens"
-    max_tokens = getattr(parsed, limit)
+    max_tokens = vars(parsed)[limit]  # asked as an attribute, a deprecated field warns
     if max_tokens is not None and max_tokens < 1:
         raise ApiError(400, f"`{limit}` must be at least 1.", param=limit)
     stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
