@@ -27,7 +27,7 @@ from starlette.responses import Response
 
 import lightning_ray.tasks
 from lightning_ray.config import load
-from lightning_ray.engine.actor import PackedGenerate
+from lightning_ray.engine.courier import Exchange
 from lightning_ray.engine.partial import Generation
 from lightning_ray.gateway import deploy
 from lightning_ray.records import (
@@ -110,7 +110,7 @@ def make_body(tokenizer: Any) -> str:
     raise AssertionError("even an empty request is too long")
 
 
-class InstantEngine(PackedGenerate):
+class InstantEngine(Exchange):
     """An engine actor without a model."""
 
     def __init__(self, tokens: list[np.ndarray]) -> None:
@@ -195,7 +195,7 @@ class System:
             bare.bind(self.engine),
             name=BARE,
             route_prefix=f"/{BARE}",
-            logging_config={"enable_access_log": False},
+            logging_config=deploy.LOGGING,
         )
         self._made = 0
 

@@ -19,7 +19,7 @@ import openai
 import ray
 
 from lightning_ray.config import load
-from lightning_ray.engine.actor import PackedGenerate
+from lightning_ray.engine.courier import Exchange
 from lightning_ray.engine.partial import Generation
 from lightning_ray.gateway import deploy
 from lightning_ray.records import FinishReason, PolicyVersion, RolloutSpec, Span, Split, Task
@@ -67,7 +67,7 @@ def tokens_by_fate(fates: list[CallFate]) -> Counter[Fate]:
     return counted
 
 
-class ScriptedEngine(PackedGenerate):
+class ScriptedEngine(Exchange):
     """An engine actor without a model. After `script`, calls are answered with one text after the
     other, the last one again and again; after `play`, a call is answered with what its prompt asks
     for. Prompts are remembered."""

@@ -419,6 +419,7 @@ def test_a_cancelled_generation_stops_in_the_engine(gateway):
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
+        await asyncio.sleep(0.1)  # to tell the engine
 
     asyncio.run(start_and_cancel())
     deadline = time.monotonic() + 10

@@ -26,11 +26,23 @@ class Slow:
 async def test_what_arrives_while_a_message_is_under_way_goes_together_in_the_next_one():
     slow = Slow()
     double = Grouped(slow.send, 3)
-    first = asyncio.create_task(double(1))
+    first = double(1)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert await asyncio.gather(first, *map(double, [2, 3, 4, 5])) == [2, 4, 6, 8, 10]
     assert slow.messages == [[1], [2, 3, 4], [5]]
+
+
+async def test_a_message_begins_no_sooner_than_a_pause_after_the_one_before():
+    slow, begun = Slow(), asyncio.get_running_loop().time()
+    double = Grouped(slow.send, 8, pause_s=0.2)
+    assert await double(1) == 2
+    assert asyncio.get_running_loop().time() - begun < 0.2  # the first one waits for nobody
+    second = double(2)
+    await asyncio.sleep(0.05)
+    assert await asyncio.gather(second, double(3)) == [4, 6]
+    assert slow.messages == [[1], [2, 3]]
+    assert asyncio.get_running_loop().time() - begun >= 0.2
 
 
 async def test_an_error_of_one_item_is_nobody_elses_and_a_failed_message_is_everybodys():
@@ -44,7 +56,7 @@ async def test_an_error_of_one_item_is_nobody_elses_and_a_failed_message_is_ever
 
 async def test_a_waiter_that_is_cancelled_leaves_the_others_alone():
     double = Grouped(Slow().send, 8)
-    waiters = [asyncio.create_task(double(item)) for item in (1, 2)]
+    waiters = [double(item) for item in (1, 2)]
     await asyncio.sleep(0.005)
     waiters[0].cancel()
     assert await waiters[1] == 4

@@ -17,10 +17,8 @@ import asyncio
 import json
 import math
 import os
-import pickle
 import signal
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ import numpy as np
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.admission import Door, Limit
+from lightning_ray.engine.courier import EngineDead, Exchange
 from lightning_ray.engine.partial import Generation, Partial
 from lightning_ray.records import FinishReason, PolicyVersion
 
@@ -54,10 +53,6 @@ DRAIN_POLL_S = 0.05
 
 class EngineStartError(RuntimeError):
     """vLLM did not start; the message says why and which setting to change."""
-
-
-class EngineDead(RuntimeError):
-    """vLLM's core process is gone; the actor ends itself so that Ray starts it again."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +101,7 @@ def environment(config: RunConfig, on_gpu: bool) -> dict[str, str]:
     }
 
 
-class PackedGenerate:
-    """Gives an engine a `generate` whose arguments and result are one pickle each: Ray serializes
-    every argument apart, which costs more than all the rest of a call."""
-
-    async def generate_packed(self, packed: bytes) -> bytes:
-        """`generate`, of what `pack` made."""
-        prompt, sampling = pickle.loads(packed)
-        return pickle.dumps(await self.generate(prompt, **sampling), 5)  # type: ignore[attr-defined]
-
-    @staticmethod
-    def pack(prompt: np.ndarray, sampling: Mapping[str, Any]) -> bytes:
-        return pickle.dumps((prompt, sampling), 5)
-
-
-class EngineActor(PackedGenerate):
+class EngineActor(Exchange):
     """See the module. `pointer` is the path of the policy file; without one the base model is
     served as `base_version`."""
 

@@ -12,11 +12,9 @@ engine gets a call that takes it above that; a call fails only when every engine
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import math
-import pickle
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,9 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import ray
 
-from lightning_ray.engine.actor import EngineDead, PackedGenerate
+from lightning_ray.engine.courier import Courier, EngineDead
 from lightning_ray.engine.partial import Generation
 
 log = logging.getLogger(__name__)
@@ -97,8 +94,8 @@ class EnginePool:
     """The engines of a run. `engines` are handles of `EngineActor`s."""
 
     def __init__(self, engines: Sequence[Any]) -> None:
-        self.engines = list(engines)
-        self._router = Router(len(self.engines))
+        self._couriers = [Courier(engine) for engine in engines]
+        self._router = Router(len(engines))
 
     async def generate(self, rollout_id: str, prompt: np.ndarray, **sampling: Any) -> Generation:
         """`EngineActor.generate` on the engine of `rollout_id`, or on the next one if that one is
@@ -108,20 +105,16 @@ class EnginePool:
             NoEngine: every engine failed.
         """
         failed: list[int] = []
-        packed = PackedGenerate.pack(prompt, sampling)
         while (engine := self._router.choose(rollout_id, time.monotonic(), failed)) is not None:
-            running = self.engines[engine].generate_packed.remote(packed)
             try:
+                courier = self._couriers[engine]
                 with self._router.serving(engine):
-                    generation: Generation = pickle.loads(await running)
+                    generation: Generation = await courier.generate(prompt, sampling)
                 return generation
-            except asyncio.CancelledError:
-                ray.cancel(running)
-                raise
-            except (ray.exceptions.RayActorError, EngineDead) as error:
+            except EngineDead as error:
                 log.warning("engine %d failed a call of %s: %s", engine, rollout_id, error)
                 self._router.lost(engine, time.monotonic())
                 failed.append(engine)
         raise NoEngine(
-            f"all {len(self.engines)} engines failed; see the Ray dashboard for their logs"
+            f"all {len(self._couriers)} engines failed; see the Ray dashboard for their logs"
         )

@@ -19,7 +19,6 @@ from pydantic import BaseModel
 from ray import serve
 from ray.exceptions import RayActorError
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.pool import EnginePool
@@ -29,6 +28,7 @@ from lightning_ray.gateway.dialects import (
     openai_chat,
     openai_responses,
 )
+from lightning_ray.gateway.dispatch import Dispatch
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.gateway.operator import Operator, invalid
 from lightning_ray.gateway.render import Renderer
@@ -57,25 +57,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class OneRequestPerConnection:
-    """Closes the connection after each answer. On a connection that it uses again, HAProxy 2.8 does
-    not pass on that a client has left, and its call would never be seen as one to be repeated. The
-    clients' own connections to HAProxy stay open."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def closing(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"connection", b"close")]
-            await send(message)
-
-        await self._app(scope, receive, closing)
-
-
 app = FastAPI(title="lightning_ray gateway", docs_url=None, redoc_url=None, responses=_REFUSALS)
-app.add_middleware(OneRequestPerConnection)
 
 
 @app.exception_handler(ApiError)
@@ -133,6 +115,9 @@ class GatewayDeployment:
         self._service = Service(
             config, Renderer(model_dir, config.model), EnginePool(engines), store
         )
+
+    def __serve_build_asgi_app__(self) -> Dispatch:
+        return Dispatch(self.app, self._call, _bug)  # type: ignore[attr-defined]
 
     @app.post("/rollout/{attempt_id}/v1/chat/completions")
     async def chat(self, attempt_id: str, request: Request) -> Response:

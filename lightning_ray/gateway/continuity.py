@@ -101,10 +101,11 @@ def branch_of(
     assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if match and match.index == assistants[-1]:
         return Branch.CONTINUED
-    said = " ".join(_words(message.get("content")) for message in messages)
     summaries = [_words(c.turn.content) for c in calls if c.side is SideCall.COMPACTION]
-    if any(summary and summary in said for summary in summaries):
-        return Branch.COMPACTED
+    if any(summaries):
+        said = " ".join(_words(message.get("content")) for message in messages)
+        if any(summary and summary in said for summary in summaries):
+            return Branch.COMPACTED
     ours = _split(history)
     if not assistants or not {turn_digest(call.turn) for call in calls}.intersection(ours):
         return Branch.ROOT

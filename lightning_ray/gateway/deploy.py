@@ -28,6 +28,8 @@ APPLICATION = "lightning_ray"
 MOST_REQUESTS = 10_000
 # The longest model call: HAProxy must not give up before the harness does.
 PROXY_TIMEOUT_SECONDS = 3600
+# Serve makes a record of each request before it looks whether anybody wants it.
+LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 # Longest wait for Serve to end.
 STOP_SECONDS = 30.0
 
@@ -143,7 +145,7 @@ def start(config: RunConfig, model_dir: Path, engines: list[Any], store: Any) ->
         deployment.bind(config, str(model_dir), engines, store),
         name=APPLICATION,
         route_prefix="/",
-        logging_config={"enable_access_log": False},
+        logging_config=LOGGING,
     )
     if gateway.advertise:
         return gateway.advertise.rstrip("/")

@@ -110,6 +110,8 @@ def _with_reasoning(request: ChatRequest, calls: Sequence[Call]) -> ChatRequest:
     """The request with the reasoning of turns that the harness named by their id alone (an opaque
     string that it sends back, as the protocol asks)."""
     said = {call.call_id: call.turn.reasoning for call in calls if call.turn.reasoning}
+    if not said or not request.turn_ids:
+        return request
     ids = (*request.turn_ids, *[""] * len(request.messages))
     messages = [
         message | {"reasoning_content": said[turn_id]}

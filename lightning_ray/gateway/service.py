@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import pickle
 import time
 import uuid
 from collections import OrderedDict
@@ -24,6 +25,7 @@ import orjson
 import ray
 
 from lightning_ray.config import RunConfig
+from lightning_ray.engine.courier import PAUSE_S
 from lightning_ray.engine.pool import EnginePool, NoEngine
 from lightning_ray.gateway import access, bodies
 from lightning_ray.gateway.dialects import Answer, ChatRequest, Dialect, Head, Usage
@@ -64,10 +66,10 @@ class Service:
         self._config, self._renderer, self._pool, self._store = config, renderer, pool, store
         self._planner = Planner(config, renderer)
         self._open_call: Grouped[Asked, tuple[Opening | None, list[Call]]] = Grouped(
-            store.open_calls.remote, MOST_CALLS_PER_COMMIT
+            partial(self._packed, "open_calls"), MOST_CALLS_PER_COMMIT, PAUSE_S
         )
         self._record: Grouped[tuple[list[Call], int], list[int]] = Grouped(
-            store.record_calls.remote, MOST_CALLS_PER_COMMIT
+            partial(self._packed, "record_calls"), MOST_CALLS_PER_COMMIT, PAUSE_S
         )
         self._replica = uuid.uuid4().hex
         self._paused_since: float | None = None
@@ -163,7 +165,7 @@ class Service:
         attempt_id = memory.attempt.attempt_id
         while True:
             asked = Asked(attempt_id, fingerprint, self._replica, is_retry, len(memory.calls))
-            opened = asyncio.ensure_future(self._open_call(asked))
+            opened = self._open_call(asked)
             try:
                 opening, calls = await asyncio.shield(opened)
             except asyncio.CancelledError:
@@ -359,6 +361,9 @@ class Service:
         self._tell(self._store.detach_call.remote(attempt_id, claim_id))
 
     # -- housekeeping ---------------------------------------------------------------------------
+
+    async def _packed(self, method: str, items: list[Any]) -> Any:
+        return pickle.loads(await self._store.packed.remote(method, pickle.dumps(items, 5)))
 
     def _tell(self, message: Any) -> None:
         """Sends a message to the store without waiting for it."""

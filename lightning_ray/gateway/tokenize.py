@@ -22,8 +22,8 @@ log = logging.getLogger("ray.serve")  # the only logger that Serve writes to the
 
 # Characters remembered: some tens of megabytes with the ids.
 MOST_CHARACTERS = 8_000_000
-# A shorter piece is encoded as fast as it is looked up.
-LEAST_CHARACTERS = 200
+# What a piece costs beside its characters, in characters.
+PIECE_CHARACTERS = 200
 # Texts that are encoded both ways.
 COMPARED = 32
 _PROBES = (
@@ -43,6 +43,9 @@ class Tokenize:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
         self._pieces: OrderedDict[str, np.ndarray] = OrderedDict()
         self._characters, self._compared = 0, 0
         self._special = self._splitter()
@@ -67,14 +70,13 @@ class Tokenize:
         return ids
 
     def _piece(self, piece: str) -> np.ndarray:
-        if len(piece) < LEAST_CHARACTERS:
-            return self._encode(piece)
         known = self._pieces.get(piece)
         if known is None:
             known = self._pieces[piece] = self._encode(piece)
-            self._characters += len(piece)
+            self._characters += len(piece) + PIECE_CHARACTERS
             while self._characters > MOST_CHARACTERS:
-                self._characters -= len(self._pieces.popitem(last=False)[0])
+                forgotten, _ = self._pieces.popitem(last=False)
+                self._characters -= len(forgotten) + PIECE_CHARACTERS
         else:
             self._pieces.move_to_end(piece)
         return known
@@ -83,8 +85,6 @@ class Tokenize:
         if self._backend is None:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
         # The same ids, without the offsets and masks that take as long again.
-        self._backend.no_truncation()
-        self._backend.no_padding()
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.int32)
 

@@ -1,8 +1,9 @@
 """Group commit: what arrives while a message is under way goes together in the next one.
 
 A single item is sent at once; under load a message carries many, and costs little more than one.
-Invariants: items are sent in the order in which they came; each gets its own result or error; a
-waiter that is cancelled leaves the others alone.
+Between two messages there can be a pause, so that they carry more. Invariants: items are sent in
+the order in which they came; each gets its own result or error; a waiter that is cancelled leaves
+the others alone.
 """
 
 from __future__ import annotations
@@ -17,24 +18,32 @@ Result = TypeVar("Result")
 
 class Grouped(Generic[Item, Result]):
     """`send` takes a list of items and gives for each a result, or the exception that its waiter
-    gets; what it raises, all of them get. At most `most` items go together."""
+    gets; what it raises, all of them get. At most `most` items go together, and a message begins
+    no sooner than `pause_s` seconds after the one before."""
 
     def __init__(
-        self, send: Callable[[list[Item]], Awaitable[Sequence[Result | BaseException]]], most: int
+        self,
+        send: Callable[[list[Item]], Awaitable[Sequence[Result | BaseException]]],
+        most: int,
+        pause_s: float = 0.0,
     ) -> None:
-        self._send, self._most = send, most
+        self._send, self._most, self._pause_s, self._next = send, most, pause_s, 0.0
         self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
         self._sending: asyncio.Task[None] | None = None
 
-    async def __call__(self, item: Item) -> Result:
+    def __call__(self, item: Item) -> asyncio.Future[Result]:
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, done))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send_all())
-        return await done
+        return done
 
     async def _send_all(self) -> None:
+        loop = asyncio.get_running_loop()
         while self._waiting:
+            if (early := self._next - loop.time()) > 0:
+                await asyncio.sleep(early)
+            self._next = loop.time() + self._pause_s
             group = self._waiting[: self._most]
             del self._waiting[: len(group)]
             results: Sequence[Result | BaseException]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -28,6 +29,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMATS = ("text", "json_object", "json_schema")
 # Choices per request: each one is a sequence in the engine, so an absurd number must not reach it.
 MOST_CHOICES = 64
+# The requests of a run differ in their messages and hardly in the rest. That has the tools, whose
+# check takes longer than all else.
+REMEMBERED_SETTINGS = 64
 # What vLLM's type is made of. Messages are not: nothing reads them there, and they are long.
 _FIELDS = (
     "model",
@@ -50,7 +54,6 @@ def parse(body: dict[str, Any]) -> ChatRequest:
     Raises:
         ApiError: 400, with the name of the field.
     """
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.exceptions import VLLMValidationError
 
     messages = body.get("messages")
@@ -64,7 +67,7 @@ def parse(body: dict[str, Any]) -> ChatRequest:
     _check_format(body.get("response_format"))
     known = {key: body[key] for key in _FIELDS if body.get(key) is not None}
     try:
-        parsed = ChatCompletionRequest.model_validate({"messages": [], **known})
+        parsed, tools = _settings(orjson.dumps(known))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or None
@@ -75,22 +78,31 @@ def parse(body: dict[str, Any]) -> ChatRequest:
     if not 1 <= samples <= MOST_CHOICES:
         raise ApiError(400, f"`n` must be between 1 and {MOST_CHOICES}.", param="n")
     limit = "max_tokens" if parsed.max_completion_tokens is None else "max_completion_tokens"
-    max_tokens = getattr(parsed, limit)
+    max_tokens = vars(parsed)[limit]  # asked as an attribute, a deprecated field warns
     if max_tokens is not None and max_tokens < 1:
         raise ApiError(400, f"`{limit}` must be at least 1.", param=limit)
     stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
     include_usage = parsed.stream_options is not None and parsed.stream_options.include_usage
     return ChatRequest(
         messages=_in_call_order(normal),
-        tools=[tool.model_dump() for tool in parsed.tools] if parsed.tools else None,
+        tools=tools,
         model=parsed.model or "",
         samples=samples,
         max_tokens=max_tokens,
         stop=tuple(stop),
         stream=bool(parsed.stream),
         options={"include_usage": bool(include_usage)},
-        parsed=parsed,
+        parsed=parsed.model_copy(),
     )
+
+
+@lru_cache(REMEMBERED_SETTINGS)
+def _settings(known: bytes) -> tuple[Any, list[dict[str, Any]] | None]:
+    """A request without its messages, as vLLM's type, and its tools. Nobody changes either."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    parsed = ChatCompletionRequest.model_validate({"messages": [], **orjson.loads(known)})
+    return parsed, [tool.model_dump() for tool in parsed.tools] if parsed.tools else None
 
 
 def respond(request: ChatRequest, answer: Answer) -> dict[str, Any]:
