@@ -27,7 +27,8 @@ from lightning_ray.records import (
 )
 from lightning_ray.rollouts import controller, process
 from lightning_ray.store import queries
-from lightning_ray.store.rollouts import Known, RolloutStore
+from lightning_ray.store.attempts import Known
+from lightning_ray.store.rollouts import RolloutStore
 from lightning_ray.views import CallQuery, PageQuery, RolloutQuery
 
 # -- the store -----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from lightning_ray.rollouts.harness import Recipe
 from lightning_ray.rollouts.lifecycle import judge
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_attempt
 from lightning_ray.rollouts.process import EndedBy, ExitReport, Limits
-from lightning_ray.store.rollouts import Known
+from lightning_ray.store.attempts import Known
 
 HERE = Path(__file__).parent
 GATEWAY = "http://gateway:1"

@@ -27,8 +27,9 @@ from lightning_ray.records import (
     Split,
     Task,
 )
+from lightning_ray.store.attempts import Known
 from lightning_ray.store.errors import AttemptOver, DuplicateReward, StoreLocked, UnknownAttempt
-from lightning_ray.store.rollouts import Known, RolloutStore
+from lightning_ray.store.rollouts import RolloutStore
 
 
 def make_call(call_id: str, prompt: list[int], tokens: list[int], attempt: str = "r-a0") -> Call:

@@ -13,7 +13,7 @@ import hmac
 from collections.abc import Mapping
 
 from lightning_ray.gateway.errors import ApiError
-from lightning_ray.store.rollouts import AttemptInfo
+from lightning_ray.store.attempts import AttemptInfo
 
 
 def key_of(headers: Mapping[str, str]) -> str:

@@ -17,7 +17,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_ray.gateway.dialects import Answer, Head
+from lightning_ray.gateway.dialects import Answer, ChatRequest, Dialect, Head, Usage
+from lightning_ray.records import Call
 
 # How long a generation goes on without a client: longer than any SDK waits before it tries again.
 DETACHED_S = 60.0
@@ -104,3 +105,23 @@ class Answers:
 
     def __len__(self) -> int:
         return len(self._running)
+
+
+def answer_of(head: Head, calls: list[Call]) -> Answer:
+    """What the client gets for its calls, one for each choice."""
+    return Answer(
+        head,
+        tuple(call.turn for call in calls),
+        Usage(
+            prompt_tokens=len(calls[0].prompt),
+            sampled_tokens=sum(len(call.tokens) for call in calls),
+            cached_tokens=max(call.cached_tokens for call in calls),
+        ),
+    )
+
+
+async def replay(dialect: Dialect, request: ChatRequest, answer: Answer) -> AsyncIterator[bytes]:
+    """The whole stream of an answer that is there."""
+    yield dialect.start(request, answer.head)
+    for event in dialect.finish(request, answer):
+        yield event

@@ -20,7 +20,7 @@ from lightning_ray.gateway.dialects import ChatRequest
 from lightning_ray.gateway.errors import context_overflow
 from lightning_ray.gateway.render import Renderer
 from lightning_ray.records import Branch, Call, SideCall, Split
-from lightning_ray.store.rollouts import AttemptInfo
+from lightning_ray.store.attempts import AttemptInfo
 
 
 @dataclass

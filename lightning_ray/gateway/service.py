@@ -28,9 +28,9 @@ from lightning_ray.config import RunConfig
 from lightning_ray.engine.courier import PAUSE_S
 from lightning_ray.engine.pool import EnginePool, NoEngine
 from lightning_ray.gateway import access, bodies
-from lightning_ray.gateway.dialects import Answer, ChatRequest, Dialect, Head, Usage
+from lightning_ray.gateway.dialects import Answer, ChatRequest, Dialect, Head
 from lightning_ray.gateway.errors import ApiError
-from lightning_ray.gateway.inflight import Answers, InFlight
+from lightning_ray.gateway.inflight import Answers, InFlight, answer_of, replay
 from lightning_ray.gateway.planning import Memory, Plan, Planner
 from lightning_ray.gateway.render import Renderer
 from lightning_ray.records import Call
@@ -248,7 +248,7 @@ class Service:
             raise
         # Else the store would send them back with the next request.
         memory.learn([replace(call, seq=seq) for call, seq in zip(calls, seqs, strict=True)])
-        return _answer(head, calls)
+        return answer_of(head, calls)
 
     async def _sample(
         self,
@@ -350,11 +350,11 @@ class Service:
         self, dialect: Dialect, request: ChatRequest, memory: Memory, opening: Opening
     ) -> bytes | AsyncIterator[bytes]:
         calls = [call for call in memory.calls if call.call_id in opening.calls]
-        answer = _answer(
+        answer = answer_of(
             Head(calls[0].call_id, int(calls[0].started_at), len(calls[0].prompt)), calls
         )
         if request.stream:
-            return _replay(dialect, request, answer)
+            return replay(dialect, request, answer)
         return orjson.dumps(dialect.respond(request, answer))
 
     def _detach(self, attempt_id: str, claim_id: int) -> None:
@@ -385,21 +385,3 @@ class Service:
             paused = self._paused_since or time.monotonic()
             self._paused_since = None if is_open else paused
             await asyncio.sleep(LIFE_S)
-
-
-def _answer(head: Head, calls: list[Call]) -> Answer:
-    return Answer(
-        head,
-        tuple(call.turn for call in calls),
-        Usage(
-            prompt_tokens=len(calls[0].prompt),
-            sampled_tokens=sum(len(call.tokens) for call in calls),
-            cached_tokens=max(call.cached_tokens for call in calls),
-        ),
-    )
-
-
-async def _replay(dialect: Dialect, request: ChatRequest, answer: Answer) -> AsyncIterator[bytes]:
-    yield dialect.start(request, answer.head)
-    for event in dialect.finish(request, answer):
-        yield event

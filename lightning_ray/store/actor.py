@@ -23,10 +23,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lightning_ray.records import Call, FinishedRollout, Json, Outcome, Reward, RolloutSpec
+from lightning_ray.store.attempts import AttemptInfo, AttemptSummary, Known
 from lightning_ray.store.claims import Claims, Opening, Verdict
 from lightning_ray.store.errors import StoreError
 from lightning_ray.store.grouping import Grouped
-from lightning_ray.store.rollouts import AttemptInfo, AttemptSummary, Known, RolloutStore
+from lightning_ray.store.rollouts import RolloutStore
 from lightning_ray.views import (
     CallPage,
     CallQuery,

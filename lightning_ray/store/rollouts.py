@@ -19,7 +19,6 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +33,7 @@ from lightning_ray.records import (
     RolloutSpec,
     Split,
 )
+from lightning_ray.store.attempts import AttemptInfo, AttemptSummary, Known
 from lightning_ray.store.encoding import (
     call_from_row,
     call_to_row,
@@ -70,36 +70,6 @@ create table if not exists calls (
     row integer not null);
 create index if not exists calls_by_attempt on calls (attempt_id, seq);
 """
-
-
-@dataclass(frozen=True)
-class AttemptInfo:
-    """What the gateway needs to know of an attempt."""
-
-    attempt_id: str
-    rollout_id: str
-    key_hash: str
-    split: Split
-    live: bool
-
-
-@dataclass(frozen=True)
-class Known:
-    """How a rollout stands; `same` is False if the store has another one under its id."""
-
-    attempts: int
-    over: bool
-    same: bool
-
-
-@dataclass(frozen=True)
-class AttemptSummary:
-    """How an attempt's calls went. `last_fault` is the HTTP status (500 or above) that the gateway
-    gave last, None if its last answer was fine."""
-
-    calls: int
-    sampled_tokens: int
-    last_fault: int | None
 
 
 class RolloutStore:

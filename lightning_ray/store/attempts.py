@@ -1,0 +1,37 @@
+"""What the store says of rollouts and attempts to those who run and serve them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_ray.records import Split
+
+
+@dataclass(frozen=True)
+class AttemptInfo:
+    """What the gateway needs to know of an attempt."""
+
+    attempt_id: str
+    rollout_id: str
+    key_hash: str
+    split: Split
+    live: bool
+
+
+@dataclass(frozen=True)
+class Known:
+    """How a rollout stands; `same` is False if the store has another one under its id."""
+
+    attempts: int
+    over: bool
+    same: bool
+
+
+@dataclass(frozen=True)
+class AttemptSummary:
+    """How an attempt's calls went. `last_fault` is the HTTP status (500 or above) that the gateway
+    gave last, None if its last answer was fine."""
+
+    calls: int
+    sampled_tokens: int
+    last_fault: int | None
