@@ -102,12 +102,13 @@ class Groups:
     def late(self, step: int) -> list[Group]:
         """Incomplete groups that an update at `step` must wait for: without them this update and
         those that follow, each of `per_update` groups, could not take every group in time."""
-        takes = Counter(group.birth for group in self._choose(step).groups)
-        born = [group for group in self.live if group.birth is not None]
+        born = [(group, group.birth) for group in self.live if group.birth is not None]
+        taken = {group.group_id for group in self._choose(step).groups}
+        takes = Counter(birth for group, birth in born if group.group_id in taken)
         for last in range(step - self.limits.max_staleness, step + 1):
             # The updates that may take what was born until `last`, this one included.
             updates = last + self.limits.max_staleness - step + 1
-            due = [group for group in born if group.birth <= last]
+            due = [group for group, birth in born if birth <= last]
             has = sum(count for birth, count in takes.items() if birth <= last)
             if len(due) - (updates - 1) * self.limits.per_update > has:
                 return [group for group in due if not group.complete]
