@@ -33,18 +33,6 @@ async def test_what_arrives_while_a_message_is_under_way_goes_together_in_the_ne
     assert slow.messages == [[1], [2, 3, 4], [5]]
 
 
-async def test_a_message_begins_no_sooner_than_a_pause_after_the_one_before():
-    slow, begun = Slow(), asyncio.get_running_loop().time()
-    double = Grouped(slow.send, 8, pause_s=0.2)
-    assert await double(1) == 2
-    assert asyncio.get_running_loop().time() - begun < 0.2  # the first one waits for nobody
-    second = double(2)
-    await asyncio.sleep(0.05)
-    assert await asyncio.gather(second, double(3)) == [4, 6]
-    assert slow.messages == [[1], [2, 3]]
-    assert asyncio.get_running_loop().time() - begun >= 0.2
-
-
 async def test_an_error_of_one_item_is_nobody_elses_and_a_failed_message_is_everybodys():
     double = Grouped(Slow().send, 8)
     results = await asyncio.gather(*map(double, [1, -2, 3]), return_exceptions=True)

@@ -31,9 +31,6 @@ import ray
 
 log = logging.getLogger(__name__)
 
-# Between the beginnings of two exchanges: nothing beside a generation, and under load an exchange
-# carries several calls.
-PAUSE_S = 0.005
 # Exchanges of a courier under way: one that the engine holds, and one that relieves it.
 MOST_EXCHANGES = 2
 # A courier waits for its calls all the time; one that is silent for so long is gone.
@@ -126,7 +123,7 @@ class Courier:
         self._stops: list[int] = []
         self._numbers, self._sent = 0, 0  # calls so far, and those that are in an exchange
         self._exchanges: set[asyncio.Task[None]] = set()
-        self._scheduled, self._next = False, 0.0
+        self._scheduled = False
 
     async def generate(self, prompt: np.ndarray, sampling: dict[str, Any]) -> Any:
         """What the engine's `generate` returns or raises.
@@ -151,10 +148,10 @@ class Courier:
         """Sends soon, so that what happens at one time goes together."""
         if not self._scheduled and len(self._exchanges) < MOST_EXCHANGES:
             self._scheduled = True
-            asyncio.get_running_loop().call_at(self._next, self._send)
+            asyncio.get_running_loop().call_soon(self._send)
 
     def _send(self) -> None:
-        self._scheduled, self._next = False, asyncio.get_running_loop().time() + PAUSE_S
+        self._scheduled = False
         starts, stops, before = self._starts, self._stops, self._sent
         self._starts, self._stops, self._sent = [], [], self._numbers
         # In a context of its own: see `gateway.service`.

@@ -25,7 +25,6 @@ import orjson
 import ray
 
 from lightning_ray.config import RunConfig
-from lightning_ray.engine.courier import PAUSE_S
 from lightning_ray.engine.pool import EnginePool, NoEngine
 from lightning_ray.gateway import access, bodies
 from lightning_ray.gateway.dialects import Answer, ChatRequest, Dialect, Head
@@ -66,10 +65,10 @@ class Service:
         self._config, self._renderer, self._pool, self._store = config, renderer, pool, store
         self._planner = Planner(config, renderer)
         self._open_call: Grouped[Asked, tuple[Opening | None, list[Call]]] = Grouped(
-            partial(self._packed, "open_calls"), MOST_CALLS_PER_COMMIT, PAUSE_S
+            partial(self._packed, "open_calls"), MOST_CALLS_PER_COMMIT
         )
         self._record: Grouped[tuple[list[Call], int], list[int]] = Grouped(
-            partial(self._packed, "record_calls"), MOST_CALLS_PER_COMMIT, PAUSE_S
+            partial(self._packed, "record_calls"), MOST_CALLS_PER_COMMIT
         )
         self._replica = uuid.uuid4().hex
         self._paused_since: float | None = None

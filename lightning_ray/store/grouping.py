@@ -1,9 +1,8 @@
 """Group commit: what arrives while a message is under way goes together in the next one.
 
 A single item is sent at once; under load a message carries many, and costs little more than one.
-Between two messages there can be a pause, so that they carry more. Invariants: items are sent in
-the order in which they came; each gets its own result or error; a waiter that is cancelled leaves
-the others alone.
+Invariants: items are sent in the order in which they came; each gets its own result or error; a
+waiter that is cancelled leaves the others alone.
 """
 
 from __future__ import annotations
@@ -18,16 +17,12 @@ Result = TypeVar("Result")
 
 class Grouped(Generic[Item, Result]):
     """`send` takes a list of items and gives for each a result, or the exception that its waiter
-    gets; what it raises, all of them get. At most `most` items go together, and a message begins
-    no sooner than `pause_s` seconds after the one before."""
+    gets; what it raises, all of them get. At most `most` items go together."""
 
     def __init__(
-        self,
-        send: Callable[[list[Item]], Awaitable[Sequence[Result | BaseException]]],
-        most: int,
-        pause_s: float = 0.0,
+        self, send: Callable[[list[Item]], Awaitable[Sequence[Result | BaseException]]], most: int
     ) -> None:
-        self._send, self._most, self._pause_s, self._next = send, most, pause_s, 0.0
+        self._send, self._most = send, most
         self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
         self._sending: asyncio.Task[None] | None = None
 
@@ -39,11 +34,7 @@ class Grouped(Generic[Item, Result]):
         return done
 
     async def _send_all(self) -> None:
-        loop = asyncio.get_running_loop()
         while self._waiting:
-            if (early := self._next - loop.time()) > 0:
-                await asyncio.sleep(early)
-            self._next = loop.time() + self._pause_s
             group = self._waiting[: self._most]
             del self._waiting[: len(group)]
             results: Sequence[Result | BaseException]
