@@ -24,7 +24,7 @@ export DO_NOT_TRACK ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export WANDB_SILENT ?= true
 
-.PHONY: help setup train test test-slow lint format docs lock clean
+.PHONY: help setup train test test-slow lint format docs docs-harnesses lock clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -49,8 +49,15 @@ format: $(READY) ## let ruff put the code in shape
 	@$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## write docs/configuration.md from the code
+docs: $(READY) ## write docs/configuration.md and the table of docs/harnesses.md
 	@$(BIN)/python docs/generate.py
+
+docs-harnesses: $(FETCHED) ## run all harnesses and write down what passed
+	@results=$$(mktemp -d)
+	status=0
+	LIGHTNING_RAY_HARNESS_RESULTS=$$results $(BIN)/python -m pytest -q tests/test_harnesses.py || status=$$?
+	$(BIN)/python docs/generate.py "$$results"
+	exit $$status
 
 lock: $(READY) ## write constraints-cpu.txt anew from .venv
 	@{ sed -n '/^#/p' $(LOCK)

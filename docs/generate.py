@@ -1,12 +1,19 @@
-"""Writes docs/configuration.md, the reference of every setting, from `RunConfig`.
+"""Writes docs/configuration.md, the reference of every setting, from `RunConfig`, and the table of
+docs/harnesses.md from the recipes and from what the tests of the harnesses did.
 
-Run `python docs/generate.py` (or `make docs`) after a change of `lightning_ray/config.py`. A test
-compares the file with what `render` gives.
+Run `make docs` after a change of `lightning_ray/config.py` or of a recipe, and
+`make docs-harnesses` after a change of a harness's version: it runs the tests and passes the folder
+with their results, which become docs/harnesses.json. Tests compare both pages with what `render`
+and `render_harnesses` give.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 import types
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -14,8 +21,18 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from lightning_ray.config import RunConfig
+from lightning_ray.rollouts import harness
 
 PATH = Path(__file__).with_name("configuration.md")
+HARNESSES = Path(__file__).with_name("harnesses.md")
+RESULTS = Path(__file__).with_name("harnesses.json")
+RECIPES = Path(harness.__file__).parent / "recipes"
+SCENARIOS = ("two turns", "pause", "sub-agent", "compaction")
+PROTOCOLS = {
+    "openai_chat": "Chat Completions",
+    "openai_responses": "Responses",
+    "anthropic_messages": "Messages",
+}
 
 HEAD = """# Configuration
 
@@ -87,5 +104,55 @@ def _bounds(field: FieldInfo) -> list[str]:
     ]
 
 
+def results() -> list[dict[str, Any]]:
+    """What was tried: harness, version, args, dialect, scenario, passed."""
+    found: list[dict[str, Any]] = json.loads(RESULTS.read_text())
+    return found
+
+
+def collect(folder: Path) -> None:
+    """Makes the results that the tests left in `folder` the ones that the table tells of."""
+    lines = sorted(file.read_text() for file in folder.glob("*.json"))
+    RESULTS.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def render_harnesses() -> str:
+    """The page of the harnesses, its table written anew."""
+    heads = [
+        "recipe",
+        "`harness.args`",
+        "version",
+        "protocol",
+        "from",
+        *SCENARIOS,
+        "about the recipe",
+    ]
+    rows = ["| " + " | ".join(heads) + " |", "| " + " | ".join(["---"] * len(heads)) + " |"]
+    ordered = sorted(results(), key=_harness)
+    for (name, args, dialect), tried in groupby(ordered, key=_harness):
+        recipe, source = harness.load(name), (RECIPES / f"{name}.yaml").read_text()
+        passed = {result["scenario"]: result["passed"] for result in tried}
+        about = takewhile(lambda line: line.startswith("#"), source.splitlines())
+        cells = [
+            f"`{name}`",
+            " ".join(f"`{arg}`" for arg in args),
+            recipe.version,
+            PROTOCOLS[dialect],
+            "npm" if recipe.npm else "pip",
+            *[{True: "passed", False: "FAILED", None: ""}[passed.get(s)] for s in SCENARIOS],
+            " ".join(line.strip("# ") for line in about),
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    table = "\n".join(rows) + "\n"
+    return re.sub(r"(?m)(^\|.*\n)+", lambda _: table, HARNESSES.read_text(), count=1)
+
+
+def _harness(result: dict[str, Any]) -> tuple[str, list[str], str]:
+    return result["harness"], result["args"], result["dialect"]
+
+
 if __name__ == "__main__":
+    for folder in sys.argv[1:]:
+        collect(Path(folder))
     PATH.write_text(render())
+    HARNESSES.write_text(render_harnesses())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,3 +20,12 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 def repository() -> Path:
     """The root of this checkout."""
     return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def generate(repository: Path) -> ModuleType:
+    """docs/generate.py, which writes pages from the code."""
+    spec = importlib.util.spec_from_file_location("generate", repository / "docs/generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -117,8 +116,5 @@ def test_every_setting_has_a_meaning() -> None:
             assert field.description, f"{name}.{key}"
 
 
-def test_the_reference_of_settings_is_up_to_date(repository: Path) -> None:
-    spec = importlib.util.spec_from_file_location("generate", repository / "docs/generate.py")
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+def test_the_reference_of_settings_is_up_to_date(generate) -> None:
     assert generate.PATH.read_text() == generate.render(), "run `make docs`"

@@ -91,8 +91,7 @@ def test_the_deepest_turn_is_taken():
 def test_a_turn_with_the_right_id_and_another_meaning_is_not_the_turn():
     edited = returned(BASH, content="I will not look.")
     match, branch = look([*START, edited, *results("call_1", "call_2")], [FIRST])
-    assert match is None
-    assert branch is Branch.ROOT  # nothing that was sampled is in this history
+    assert (match, branch) == (None, Branch.EDITED)
 
 
 def test_dropped_reasoning_is_noticed():

@@ -322,6 +322,26 @@ def test_a_sub_agent_is_a_tree_of_its_own_and_is_trained(gateway):
     assert tokens_by_fate(fates)[rows.Fate.TRAINED] == sum(len(call.tokens) for call in calls)
 
 
+def test_a_call_whose_arguments_the_harness_mended_makes_an_edited_branch(gateway):
+    attempt = gateway.attempt()
+    say(gateway, CALL, "Done.")
+    client = gateway.client(attempt).chat.completions
+    first = client.create(model="m", messages=HELLO, tools=TOOLS).choices[0].message
+    # qwen-code's sub-agents turn "false" into false, so that the tool's schema is met.
+    mended = compact(first.tool_calls[0])
+    mended["function"]["arguments"] = '{"command":["ls"]}'
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [mended]},
+        {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "found"},
+    ]
+    client.create(model="m", messages=history, tools=TOOLS)
+    calls = calls_of(gateway, attempt)
+    assert [call.branch for call in calls] == [Branch.ROOT, Branch.EDITED]
+    _, fates = rows.rows("r", calls, rows.Layout(3000))
+    assert tokens_by_fate(fates)[rows.Fate.TRAINED] == sum(len(call.tokens) for call in calls)
+
+
 def test_a_compaction_is_a_side_call_and_what_follows_it_a_named_branch(gateway):
     attempt = gateway.attempt()
     say(gateway, "Working.", "The summary.", "Going on.")

@@ -1,7 +1,9 @@
 """Real harnesses, installed from their registries and unchanged, against a real gateway.
 
 The policy is scripted at the engine: its first turn makes two parallel tool calls, its second ends
-the work. Everything above the engine is real. Asserted is what was recorded.
+the work; then the same through a pause, a sub-agent and a compaction. Everything above the engine
+is real. Asserted is what was recorded. What was tried and held is what docs/harnesses.md tells
+(`make docs-harnesses`).
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ import os
 import shutil
 import subprocess
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +29,15 @@ import ray
 from support import Running, tokens_by_fate
 
 from lightning_ray.gateway import deploy
-from lightning_ray.records import Branch, Outcome, Task
+from lightning_ray.records import Branch, Call, Outcome, SideCall, Task
 from lightning_ray.rollouts import harness, installation, local
 from lightning_ray.rollouts.process import Limits
-from lightning_ray.samples import rows
+from lightning_ray.samples import forest, rows
 
 # A byte is a token here, and these prompts are long.
 CONTEXT_TOKENS = 400_000
 TITLE = "A title"
+DONE = "All done."
 MINI_END = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
@@ -45,27 +52,54 @@ class Case:
     dialect: str
     marker: str
     args: tuple[str, ...] = ()
-    extra: tuple[tuple[str, str], ...] = ()
+    extra: tuple[tuple[str, Any], ...] = ()
     end: str = ""
 
     @property
     def script(self) -> list[str]:
         first = "I will work.\n" + self.call("echo one > one.txt") + self.call("cat task.txt")
-        return [first, self.call(self.end) if self.end else "All done."]
+        return [first, self.call(self.end) if self.end else DONE]
 
     def call(self, command: str) -> str:
-        arguments = {self.argument: command, **dict(self.extra)}
-        call = json.dumps({"name": self.tool, "arguments": arguments})
-        return f"<tool_call>\n{call}\n</tool_call>\n"
+        return tool_call(self.tool, {self.argument: command, **dict(self.extra)})
+
+
+class TextCase(Case):
+    """One without tools: a command is a block of text, one each turn."""
+
+    @property
+    def script(self) -> list[str]:
+        return [self.call("echo one > one.txt && cat task.txt"), self.call(self.end)]
+
+    def call(self, command: str) -> str:
+        return f"I will work.\n\n```mswea_bash_command\n{command}\n```"
+
+
+def tool_call(name: str, arguments: dict[str, Any]) -> str:
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{call}\n</tool_call>\n"
 
 
 CHAT, RESPONSES, MESSAGES = "openai_chat", "openai_responses", "anthropic_messages"
 MINI = Case("mini-swe-agent", "bash", "command", CHAT, "COMPLETE_TASK_AND", end=MINI_END)
+MINI_TEXT = TextCase(
+    "mini-swe-agent",
+    "",
+    "",
+    CHAT,
+    "exactly ONE bash code block",
+    end=MINI_END,
+    args=(
+        "--config={site_packages}/minisweagent/config/mini_textbased.yaml",
+        "--model-class=litellm_textbased",
+    ),
+)
 CASES = {
     "mini-swe-agent": MINI,
     "mini-swe-agent-responses": replace(
         MINI, dialect=RESPONSES, args=("--model-class=litellm_response",)
     ),
+    "mini-swe-agent-text": MINI_TEXT,
     "claude-code": Case("claude-code", "Bash", "command", MESSAGES, '"name": "Bash"'),
     "codex": Case("codex", "exec_command", "cmd", RESPONSES, '"name": "exec_command"'),
     "openhands": Case(
@@ -77,14 +111,46 @@ CASES = {
     ),
     "qwen-code": Case(
         "qwen-code", "run_shell_command", "command", CHAT, '"name": "run_shell_command"',
-        extra=(("is_background", "false"),),
+        extra=(("is_background", False),),
     ),
 }  # fmt: skip
-SCRIPTS = {"title generator": [TITLE], **{case.marker: case.script for case in CASES.values()}}
+SCRIPTS = {
+    "title generator": [TITLE],
+    # Without tool messages: a prompt with the first turn asks for the second.
+    MINI_TEXT.script[0]: MINI_TEXT.script[1:],
+    **{case.marker: case.script for case in (MINI_TEXT, *CASES.values())},
+}
 # One harness per protocol in the fast suite.
 FAST = ("mini-swe-agent", "mini-swe-agent-responses", "claude-code")
 # Longer than any hold, so that the 503 path is used.
 PAUSE_S = 130.0
+
+
+@dataclass(frozen=True)
+class SubAgent:
+    """The tool that starts a sub-agent, the kind of agent, and how the command line must differ."""
+
+    tool: str
+    kind: str
+    without: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+
+
+SUB_AGENTS = {
+    "claude-code": SubAgent("Agent", "general-purpose", ("--bare",), ("--tools=Bash,Agent",)),
+    "opencode": SubAgent("task", "general"),
+    "qwen-code": SubAgent("agent", "general-purpose"),
+}
+# What a compaction call says and no other does, and a context window that is too small for what
+# follows a long first turn. OpenCode, which goes on compacting, needs one that is large enough for
+# its own prompt (30,800 tokens here) and the 8,192 that it keeps free for an answer.
+COMPACTIONS = {
+    "codex": ("CONTEXT CHECKPOINT COMPACTION", 20_000),
+    "opencode": ("summarization agent", 40_700),
+    "qwen-code": ("summarizes internal chat history", 20_000),
+}
+LONG = "I have a lot to say before I work. " * 100
+SUMMARY = "So far one.txt was made and task.txt was read."
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +185,9 @@ def collect(task: Task, workspace: Path) -> dict:
     return {"made": made.read_text() if made.exists() else None, "changed": changed.stdout}
 
 
-def request(gateway, name: str, folder: Path) -> local.AttemptRequest:
+def request(
+    gateway, name: str, folder: Path, context_tokens: int = CONTEXT_TOKENS
+) -> local.AttemptRequest:
     case = CASES[name]
     recipe = harness.load(case.recipe, case.args)
     if recipe.npm and shutil.which("npm") is None and "CI" not in os.environ:
@@ -135,7 +203,7 @@ def request(gateway, name: str, folder: Path) -> local.AttemptRequest:
         recipe=recipe,
         root_url=f"{gateway.url}/rollout/{attempt_id}",
         model="policy",
-        context_tokens=CONTEXT_TOKENS,
+        context_tokens=context_tokens,
         limits=Limits(timeout_s=240 + PAUSE_S, memory_mib=6000),
         log_dir=folder / name,
         prepare="test_harnesses:prepare",
@@ -145,25 +213,74 @@ def request(gateway, name: str, folder: Path) -> local.AttemptRequest:
     )
 
 
-def check(case: Case, result: local.AttemptResult, calls: list, log: str) -> None:
-    """The work is done, and every call is recorded as one chain of trained tokens."""
+@contextmanager
+def side_by_side(
+    asked: dict[str, local.AttemptRequest],
+) -> Iterator[dict[str, Future[local.AttemptResult]]]:
+    """Runs attempts in processes, since one wants the main thread of its process."""
+    with ProcessPoolExecutor(len(asked), mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {name: pool.submit(local.run_attempt, one) for name, one in asked.items()}
+
+
+@contextmanager
+def trial(asked: local.AttemptRequest, name: str, scenario: str) -> Iterator[None]:
+    """Writes down, where somebody wants to know, whether a scenario held."""
+    folder = os.environ.get("LIGHTNING_RAY_HARNESS_RESULTS")
+    passed = False
+    try:
+        yield
+        passed = True
+    finally:
+        result = {
+            "harness": asked.recipe.name,
+            "version": asked.recipe.version,
+            "args": CASES[name].args,
+            "dialect": CASES[name].dialect,
+            "scenario": scenario,
+            "passed": passed,
+        }
+        if folder:
+            (Path(folder) / f"{name}-{scenario}.json").write_text(json.dumps(result))
+
+
+def check_work(
+    gateway, name: str, asked: local.AttemptRequest, result: local.AttemptResult
+) -> list[Call]:
+    """The work is done, over the harness's protocol. Gives the calls."""
+    log = (asked.log_dir / "harness.log").read_text()[-3000:]
     assert result.outcome is Outcome.COMPLETED, (result.detail, log)
     assert result.result == {"made": "one\n", "changed": "?? one.txt\n"}, log
-    main = [call for call in calls if call.side is None]
-    assert {call.dialect for call in calls} == {case.dialect}
-    assert [call.branch for call in main] == [Branch.ROOT, Branch.CONTINUED], log
-    assert [call.text for call in main] == case.script
-    for before, after in pairwise(main):
-        assert np.array_equal(after.prompt[: len(before.full)], before.full)
+    calls = ray.get(gateway.store.calls.remote(asked.attempt_id))
+    assert {call.dialect for call in calls} == {CASES[name].dialect}
+    return calls
+
+
+def check_tokens(calls: list[Call], chains: Sequence[Sequence[Call]]) -> None:
+    """Each chain is a tree of its own whose sampled tokens are all trained, in one row; whatever
+    else was sampled is a side call."""
+    for chain in chains:
+        for before, after in pairwise(chain):
+            assert after.branch is Branch.CONTINUED
+            assert np.array_equal(after.prompt[: len(before.full)], before.full)
     made, fates = rows.rows("r", calls, rows.Layout(CONTEXT_TOKENS))
-    assert len(made) == 1
-    counted = tokens_by_fate(fates)
-    assert counted[rows.Fate.TRAINED] == sum(len(call.tokens) for call in main)
-    assert counted.total() == sum(len(call.tokens) for call in calls)
+    trained = [list(dict.fromkeys(row.calls_T[row.trainable_T].tolist())) for row in made]
+    assert sorted(trained) == sorted([call.seq for call in chain] for chain in chains)
+    parents = forest.parents(calls)
+    assert all(parents[chain[0].seq] is None for chain in chains)
+    sampled = Counter[rows.Fate]()
+    for call in calls:
+        sampled[rows.Fate.SIDE if call.side else rows.Fate.TRAINED] += len(call.tokens)
+    assert tokens_by_fate(fates) == sampled
 
 
-def said(asked: local.AttemptRequest) -> str:
-    return (asked.log_dir / "harness.log").read_text()[-3000:]
+def check_two_turns(
+    gateway, name: str, asked: local.AttemptRequest, result: local.AttemptResult
+) -> None:
+    calls = check_work(gateway, name, asked, result)
+    main = [call for call in calls if call.side is None]
+    assert [call.text for call in main] == CASES[name].script
+    assert main[0].branch is Branch.ROOT
+    check_tokens(calls, [main])
 
 
 @pytest.mark.parametrize(
@@ -172,25 +289,79 @@ def said(asked: local.AttemptRequest) -> str:
 def test_a_harness_works_unchanged_and_every_token_can_be_trained(gateway, tmp_path, name):
     ray.get(gateway.engines[0].play.remote(SCRIPTS))
     asked = request(gateway, name, tmp_path)
-    result = local.run_attempt(asked)
-    calls = ray.get(gateway.store.calls.remote(asked.attempt_id))
-    check(CASES[name], result, calls, said(asked))
+    with trial(asked, name, "two turns"):
+        check_two_turns(gateway, name, asked, local.run_attempt(asked))
 
 
 @pytest.mark.slow
 def test_no_harness_notices_a_long_pause(gateway, tmp_path):
     ray.get(gateway.engines[0].play.remote(SCRIPTS))
     asked = {name: request(gateway, name, tmp_path) for name in CASES}
-    # Processes, since an attempt wants the main thread of one.
-    with ProcessPoolExecutor(len(asked), mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {name: pool.submit(local.run_attempt, one) for name, one in asked.items()}
+    with side_by_side(asked) as running:
         ids = [one.attempt_id for one in asked.values()]
         while not any(ray.get([gateway.store.calls.remote(one) for one in ids])):
             time.sleep(0.2)
         ray.get(gateway.store.close_gate.remote())
         time.sleep(PAUSE_S)
         ray.get(gateway.store.open_gate.remote())
-        results = {name: future.result() for name, future in running.items()}
     for name, one in asked.items():
-        calls = ray.get(gateway.store.calls.remote(one.attempt_id))
-        check(CASES[name], results[name], calls, said(one))
+        with trial(one, name, "pause"):
+            check_two_turns(gateway, name, one, running[name].result())
+
+
+@pytest.mark.slow
+def test_a_sub_agent_is_a_tree_of_its_own_and_is_trained(gateway, tmp_path):
+    scripts, expected, asked = {"title generator": [TITLE]}, {}, {}
+    for name, agent in SUB_AGENTS.items():
+        case, order = CASES[name], f"Make one.txt for {name}."
+        delegate = {"description": "make one", "prompt": order, "subagent_type": agent.kind}
+        main = [tool_call(agent.tool, delegate) + case.call("cat task.txt"), DONE]
+        below = [case.call("echo one > one.txt"), f"{name} has one.txt."]
+        # Only in the sub-agent's own prompt is the order a line of its own.
+        scripts = {f"\n{order}": below, **scripts, case.marker: main}
+        expected[name] = (main, below)
+        one = request(gateway, name, tmp_path)
+        command = [arg for arg in one.recipe.command if arg not in agent.without]
+        recipe = one.recipe.model_copy(update={"command": [*command, *agent.args]})
+        asked[name] = replace(one, recipe=recipe)
+    ray.get(gateway.engines[0].play.remote(scripts))
+    with side_by_side(asked) as running:
+        pass
+    for name, one in asked.items():
+        with trial(one, name, "sub-agent"):
+            calls = check_work(gateway, name, one, running[name].result())
+            assert {call.side for call in calls} <= {None, SideCall.TITLE}
+            trees = [
+                [call for call in calls if not call.side and call.text in texts]
+                for texts in expected[name]
+            ]
+            assert [[call.text for call in tree] for tree in trees] == list(expected[name])
+            assert [tree[0].branch for tree in trees] == [Branch.ROOT, Branch.ROOT]
+            main, below = trees
+            assert main[0].seq < below[0].seq < below[-1].seq < main[-1].seq
+            check_tokens(calls, trees)
+
+
+@pytest.mark.slow
+def test_a_compaction_is_a_side_call_and_begins_a_tree(gateway, tmp_path):
+    # What a prompt with the summary asks for comes first, then the summary itself.
+    scripts, asked = {SUMMARY: [DONE], "title generator": [TITLE]}, {}
+    for name, (said, context_tokens) in COMPACTIONS.items():
+        case = CASES[name]
+        scripts |= {said: [SUMMARY], case.marker: [LONG + case.script[0]]}
+        asked[name] = request(gateway, name, tmp_path, context_tokens)
+    ray.get(gateway.engines[0].play.remote(scripts))
+    with side_by_side(asked) as running:
+        pass
+    for name, one in asked.items():
+        with trial(one, name, "compaction"):
+            calls = check_work(gateway, name, one, running[name].result())
+            work = [call for call in calls if call.side is None]
+            (summary,) = [call for call in calls if call.side is SideCall.COMPACTION]
+            assert {call.side for call in calls} <= {None, SideCall.TITLE, SideCall.COMPACTION}
+            assert [call.text for call in work] == [LONG + CASES[name].script[0], DONE]
+            assert [call.branch for call in work] == [Branch.ROOT, Branch.COMPACTED]
+            assert summary.text == SUMMARY
+            assert SUMMARY in gateway.tokenizer.decode(work[1].prompt.tolist())
+            assert work[0].seq < summary.seq < work[1].seq
+            check_tokens(calls, [work[:1], work[1:]])

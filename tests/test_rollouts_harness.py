@@ -154,6 +154,16 @@ def test_an_installation_that_fails_says_why_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_the_table_of_harnesses_tells_what_the_pinned_versions_did(generate) -> None:
+    assert generate.HARNESSES.read_text() == generate.render_harnesses(), "run `make docs`"
+    recipes = [harness.load(path.stem) for path in generate.RECIPES.glob("*.yaml")]
+    tried = generate.results()
+    assert {(result["harness"], result["version"]) for result in tried} == {
+        (recipe.name, recipe.version) for recipe in recipes
+    }, "run `make docs-harnesses`"
+    assert all(result["passed"] for result in tried)
+
+
 def test_the_mini_swe_agent_lock_pins_every_package() -> None:
     recipe = harness.load("mini-swe-agent")
     assert all("==" in line for line in recipe.requirements.splitlines())

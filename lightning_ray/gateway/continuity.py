@@ -107,8 +107,10 @@ def branch_of(
         if any(summary and summary in said for summary in summaries):
             return Branch.COMPACTED
     ours = _split(history)
-    if not assistants or not {turn_digest(call.turn) for call in calls}.intersection(ours):
-        return Branch.ROOT
+    if not {turn_digest(call.turn) for call in calls}.intersection(ours):
+        sent = {c.get("id") for message in messages for c in message.get("tool_calls") or ()}
+        # The id of a tool call is ours, and what it means is not.
+        return Branch.EDITED if any(_has_id(c.turn, sent) for c in calls) else Branch.ROOT
     if ours[0] not in {call.history[:DIGEST_BYTES] for call in calls}:
         return Branch.ROOT  # other tools
     nearest = max(calls, key=lambda call: (_shared(history, call.history), call.seq))
