@@ -110,6 +110,10 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
             f"trainer.optimizer_steps={config.trainer.optimizer_steps} is more than the "
             f"{config.run.groups_per_step * config.rollout.n} rollouts of a step"
         )
+    if config.rollout.sandbox == "none":
+        for key in ("sandbox_require", "sandbox_paths"):
+            if getattr(config.rollout, key):
+                yield f"rollout.{key} has no effect with rollout.sandbox=none"
     if config.task.grader and config.task.grader_command:
         yield "task.grader and task.grader_command are both set; keep one"
     if config.run.validate_every and config.task.validation is None:
