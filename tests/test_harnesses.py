@@ -26,6 +26,7 @@ from lightning_ray.gateway import deploy
 from lightning_ray.records import Branch, Outcome, Task
 from lightning_ray.rollouts import harness, local
 from lightning_ray.rollouts.process import Limits
+from lightning_ray.rollouts.sandbox import Wanted
 from lightning_ray.samples import rows
 
 # A byte is a token here, and these prompts are long.
@@ -134,6 +135,7 @@ def request(gateway, name: str, folder: Path) -> local.AttemptRequest:
         collect="test_harnesses:collect",
         keep_workspaces=False,
         api_key="secret",
+        sandbox=Wanted(require=shutil.which("bwrap") is not None),
     )
 
 

@@ -1,4 +1,4 @@
-"""How a supervisor puts its program into a sandbox and under the kernel's own limits.
+"""How a supervisor puts its program into a sandbox.
 
 `Box` has bubblewrap make the namespaces and mounts around `cat`, which holds them open, and lets a
 program enter them with setns(2). So a program that was forked from a warm interpreter
@@ -23,7 +23,6 @@ import os
 import select
 import socket
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,11 +32,6 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
 _NS_GET_USERNS = 0xB701  # ioctl: the user namespace that owns this namespace
 _PR_CAPBSET_DROP, _CAPABILITY_VERSION_3 = 24, 0x20080522
 _START_S = 30.0  # it takes 0.02; a mount on a file server that hangs must not hold us for ever
-_REMOVE_S = 2.0  # the kernel gives a control group free some milliseconds after its last process
-# The poll ends a program at its limit, with an outcome of its own. These are for what a poll cannot
-# see (memory that no process has mapped) or is too slow for (a fork bomb), so they lie above it.
-_MEMORY_SLACK = 1.25
-_TASKS_PER_PROCESS = 8  # threads count too
 
 
 class Box:
@@ -106,94 +100,6 @@ class Box:
             said = process.stderr.read().decode(errors="replace").strip().splitlines()
             process.wait()
             raise OSError(said[-1] if said else f"bubblewrap was not ready after {_START_S:g} s")
-
-
-class Cgroup:
-    """A control group with a limit of memory and one of processes and threads; version 1 or 2.
-    `folders` are its directories, one per controller in version 1."""
-
-    def __init__(self, folders: list[Path], limits: dict[str, int]) -> None:
-        self._folders = folders
-        for folder in folders:
-            folder.mkdir(exist_ok=True)  # there from a supervisor that was killed
-            for file, value in limits.items():
-                # Of version 2, of version 1, or of a kernel that accounts swap: what is there.
-                if (folder / file).exists():
-                    (folder / file).write_text(str(value))
-
-    def join(self) -> None:
-        """For a child: it and its descendants belong to the group."""
-        for folder in self._folders:
-            (folder / "cgroup.procs").write_text("0")
-
-    def passed(self) -> str | None:
-        """`memory` or `processes` if the kernel had to enforce that limit."""
-        if self._counted(("memory.events", "memory.oom_control"), "oom_kill"):
-            return "memory"
-        return "processes" if self._counted(("pids.events",), "max") else None
-
-    def remove(self) -> None:
-        deadline = time.monotonic() + _REMOVE_S
-        for folder in self._folders:
-            while True:
-                try:
-                    folder.rmdir()
-                except FileNotFoundError:
-                    pass
-                except OSError:
-                    if time.monotonic() < deadline:
-                        time.sleep(0.005)
-                        continue
-                break
-
-    def _counted(self, files: Sequence[str], key: str) -> int:
-        for path in (folder / file for folder in self._folders for file in files):
-            with contextlib.suppress(OSError):
-                for line in path.read_text().splitlines():
-                    name, _, value = line.partition(" ")
-                    if name == key:
-                        return int(value)
-        return 0
-
-
-def make_cgroup(
-    name: str,
-    memory_bytes: int,
-    processes: int,
-    mounted: Path = Path("/sys/fs/cgroup"),
-    ours: Path = Path("/proc/self/cgroup"),
-) -> Cgroup | None:
-    """A group called `name` for a program with these limits; None where it cannot be made."""
-    memory, tasks = int(memory_bytes * _MEMORY_SLACK), processes * _TASKS_PER_PROCESS
-    limits = {
-        "memory.max": memory, "memory.swap.max": 0, "memory.limit_in_bytes": memory,
-        "memory.memsw.limit_in_bytes": memory, "pids.max": tasks,
-    }  # fmt: skip
-    with contextlib.suppress(OSError):
-        if parents := _parents(mounted, ours.read_text()):
-            return Cgroup([parent / name for parent in parents], limits)
-    return None
-
-
-def _parents(mounted: Path, ours: str) -> list[Path]:
-    """Where a group for memory and processes can be made, of the process whose /proc/PID/cgroup is
-    `ours`."""
-    groups = {}
-    for line in ours.splitlines():
-        _, controllers, path = line.split(":", 2)
-        groups |= dict.fromkeys(controllers.split(","), path.lstrip("/"))
-    if {"memory", "pids"} <= groups.keys():
-        return [mounted / name / groups[name] for name in ("memory", "pids")]
-    # Version 2 lets only groups without processes of their own hand controllers on, so it is
-    # usually one above ours.
-    own = mounted / groups.get("", "")
-    for folder in (own, *own.parents):
-        if not folder.is_relative_to(mounted):
-            break
-        control = folder / "cgroup.subtree_control"
-        if control.exists() and {"memory", "pids"} <= set(control.read_text().split()):
-            return [folder]
-    return []
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

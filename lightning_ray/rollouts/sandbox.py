@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -136,13 +136,14 @@ def around(
     host, port, inside = _inside(url)
     hosts = folder / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.0.1 {host}\n")
+    shown = {*readable, *map(Path, wanted.paths), folder / "task.txt"}
     mounts = _system()
-    mounts |= {
-        path: ["--tmpfs", str(path)] for path in _covered([Path.home(), *wanted.hidden], mounts)
-    }
-    covers = [path for path, how in mounts.items() if how[0] == "--tmpfs"]
-    for path in (*readable, *map(Path, wanted.paths), folder / "task.txt"):
-        mounts |= _bind("--ro-bind", path)
+    covers = list(_covered([Path.home(), *wanted.hidden], shown | mounts.keys()))
+    mounts |= {path: ["--tmpfs", str(path)] for path in covers}
+    for path in sorted(shown, key=_depth):
+        above = max(mounts.keys() & {*path.parents}, key=_depth, default=None)
+        if above is None or mounts[above][0] == "--tmpfs":  # else it is seen already
+            mounts |= _bind("--ro-bind", path)
     mounts |= _bind("--bind", folder / "workspace") | _bind("--bind", folder / "home")
     mounts |= {
         Path("/tmp"): ["--bind", str(folder / "tmp"), "/tmp"],
@@ -150,7 +151,7 @@ def around(
     }
     argv = [*_arguments(able.bubblewrap, able.network, mounts)]
     for path in (*covers, Path("/")):  # when all that is mounted in them has its place
-        argv += ["--remount-ro", str(path)] if mounts.get(path, [""])[0] != "--ro-bind" else []
+        argv += ["--remount-ro", str(path)]
     if not able.network:
         return Sandbox(tuple(argv), False), url
     return Sandbox(tuple(argv), True, (host, port)), inside
@@ -165,7 +166,7 @@ def _arguments(program: str, network: bool, mounts: Mapping[Path, list[str]]) ->
     yield from ("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev")
     yield from ("--size", str(_SHM_BYTES), "--perms", "1777", "--tmpfs", "/dev/shm")
     yield from ("--remount-ro", "/dev", "--symlink", "../tmp", "/var/tmp")
-    for path in sorted(mounts, key=lambda path: len(path.parts)):
+    for path in sorted(mounts, key=_depth):
         yield from mounts[path]
 
 
@@ -185,12 +186,16 @@ def _bind(how: str, path: Path) -> dict[Path, list[str]]:
     return {path: [how, str(path), str(path)]} if path.exists() else {}
 
 
-def _covered(hidden: Iterable[Path], mounts: Mapping[Path, list[str]]) -> Iterator[Path]:
-    """Those folders that would be seen through a system folder."""
+def _covered(hidden: Iterable[Path], shown: Set[Path]) -> Iterator[Path]:
+    """Those folders that would be seen in one that is shown, unless they are asked for."""
     for path in hidden:
         real = path.resolve()
-        if real.is_dir() and any(real.is_relative_to(folder) for folder in mounts):
+        if real.is_dir() and real not in shown and not shown.isdisjoint(real.parents):
             yield real
+
+
+def _depth(path: Path) -> int:
+    return len(path.parts)
 
 
 def _inside(url: str) -> tuple[str, int, str]:

@@ -7,8 +7,7 @@ the caller ends the program too; the program in turn dies with the supervisor. I
 the program runs in a sandbox (`box.py`), whose listening socket goes to the caller through stdin.
 
 Standard library only: this file runs as a script of its own (`process.py`) and inside the Python of
-a harness (`forkserver.py`). One pass over /proc reads parent and memory of every process at once,
-and folders are measured only when their disk has lost space, so that looking stays cheap.
+a harness (`forkserver.py`). What the program uses is looked at from time to time (`usage.py`).
 """
 
 from __future__ import annotations
@@ -49,16 +48,15 @@ def load_beside(name: str) -> ModuleType:
 
 if TYPE_CHECKING:
     from lightning_ray.rollouts import box as boxes
+    from lightning_ray.rollouts import usage as uses
 else:
-    boxes = load_beside("box")
+    boxes, uses = load_beside("box"), load_beside("usage")
 
 _POLL_S = 0.25  # memory and process counts are looked at four times a second ...
 _POLL_SHARE = (
     100  # ... but looking takes at most 1/100 of a core where there are many processes ...
 )
 _POLL_MOST_S = 2.0  # ... and even then so often: memory runs away in seconds
-_INODE_BYTES = 4096  # what an empty file counts as: a disk runs out of inodes too
-_MEASURE_S = 10.0  # a folder that cannot be measured in this time is as full as its disk says
 _OPEN_FILES = 8192  # file watchers of Node tools need more than the usual 1024
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 15, 36, 38
 
@@ -106,8 +104,13 @@ def supervise(launch: Launch) -> None:
     order = json.loads(sys.stdin.buffer.readline())
     limits = Limits(**order["limits"])
     started = time.monotonic()
-    memory = limits.memory_mib << 20
-    cgroup = boxes.make_cgroup(process_name(order["attempt"]), memory, limits.max_processes)
+    usage = uses.Usage(
+        process_name(order["attempt"]),
+        memory=limits.memory_mib << 20,
+        processes=limits.max_processes,
+        folder=order["disk"],
+        disk=limits.disk_mib << 20,
+    )
     with open(order["log"], "wb") as log:
         try:
             os.stat(order["cwd"])  # a missing one is an error of the start, not of the program
@@ -115,18 +118,17 @@ def supervise(launch: Launch) -> None:
                 box = boxes.Box(order["box"], order["network"]) if order["box"] else None
                 if box and order["port"]:
                     _hand_over(box.listen(order["port"]))
-                child = launch(order, streams, _confinement(order, limits, box, cgroup))
+                child = launch(order, streams, _confinement(order, limits, box, usage))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             facts: dict[str, Any] = {"ended_by": EndedBy.NOT_STARTED, "error": str(error)}
         else:
-            look = _Look(limits, order["disk"], cgroup, boxes.Box.PROCESSES if box else 0)
-            facts = _watch(child, output, log, limits, started + limits.timeout_s, look)
-    if cgroup:
-        cgroup.remove()
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+            usage.others = boxes.Box.PROCESSES if box else 0
+            facts = _watch(child, output, log, limits, started + limits.timeout_s, usage)
+    usage.close()
+    counted = resource.getrusage(resource.RUSAGE_CHILDREN)
     facts["seconds"] = time.monotonic() - started
-    facts["cpu_seconds"] = usage.ru_utime + usage.ru_stime
-    facts["peak_rss_bytes"] = max(facts.get("peak_rss_bytes", 0), usage.ru_maxrss * 1024)
+    facts["cpu_seconds"] = counted.ru_utime + counted.ru_stime
+    facts["peak_rss_bytes"] = max(usage.peak, counted.ru_maxrss * 1024)
     if facts["ended_by"] is not EndedBy.LOST:  # then nobody is left to read it
         sys.stdout.write(json.dumps(facts))
         sys.stdout.flush()
@@ -177,7 +179,7 @@ def _confinement(
     order: dict[str, Any],
     limits: Limits,
     box: boxes.Box | None,
-    cgroup: boxes.Cgroup | None,
+    usage: uses.Usage,
 ) -> Callable[[], None]:
     """What the program's process does to itself before it becomes the program."""
     supervisor = os.getpid()
@@ -194,8 +196,7 @@ def _confinement(
             Path("/proc/self/oom_score_adj").write_text(
                 "1000"
             )  # the kernel takes it before Ray's worker
-        if cgroup:
-            cgroup.join()
+        usage.join()
         if box:
             box.enter()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -220,67 +221,8 @@ def _confinement(
     return confine
 
 
-class _Look:
-    """What is looked at from time to time: who there is, and what they use."""
-
-    def __init__(
-        self, limits: Limits, disk: str | None, cgroup: boxes.Cgroup | None, others: int
-    ) -> None:
-        self._limits, self._disk, self._cgroup, self._others = limits, disk, cgroup, others
-        self._free = _free(disk) if disk else 0
-        self._used = 0
-        self.peak = 0
-
-    def passed(self) -> EndedBy | None:
-        """The limit that the program has passed."""
-        tree = _descendants()
-        self.peak = max(self.peak, sum(tree.values()))
-        if self._cgroup and (passed := self._cgroup.passed()):
-            return EndedBy(passed)
-        if self.peak > self._limits.memory_mib << 20:
-            return EndedBy.MEMORY
-        if len(tree) - self._others > self._limits.max_processes:
-            return EndedBy.PROCESSES
-        return EndedBy.DISK if self._disk and self._full(self._disk) else None
-
-    def _full(self, folder: str) -> bool:
-        """Measures the folder only if its disk has lost so much that it may be over the limit."""
-        limit, free = self._limits.disk_mib << 20, _free(folder)
-        if self._used + self._free - free <= limit:
-            return False
-        self._used, self._free = _measure(folder, limit), free
-        return self._used > limit
-
-
-def _free(folder: str) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize + disk.f_favail * _INODE_BYTES
-
-
-def _measure(folder: str, most: int) -> int:
-    """Bytes that a folder takes of its disk; more than `most` if that cannot be found out. du can
-    read what is nested too deep for us."""
-    used = 0
-    for what, unit in (("--block-size=1", 1), ("--inodes", _INODE_BYTES)):
-        argv = ["du", "--summarize", "--one-file-system", what, folder]
-        try:
-            done = subprocess.run(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                timeout=_MEASURE_S,
-            )
-        except subprocess.TimeoutExpired:
-            return most + 1
-        if not done.stdout:  # the program killed it: inside a box it can see it
-            return most + 1
-        used += int(done.stdout.split()[0]) * unit
-    return used
-
-
 def _watch(
-    child: Child, output: int, log: Any, limits: Limits, deadline: float, look: _Look
+    child: Child, output: int, log: Any, limits: Limits, deadline: float, usage: uses.Usage
 ) -> dict[str, Any]:
     """Waits until the program ends or passes a limit, then ends everything."""
     os.set_blocking(output, False)
@@ -293,7 +235,7 @@ def _watch(
     while ended_by is None:
         now = time.monotonic()
         if now >= next_look:
-            ended_by = look.passed()
+            ended_by = _passed(usage)
             looked = time.monotonic()
             pause = max(_POLL_S, _POLL_SHARE * (looked - now))
             next_look = looked + min(pause, _POLL_MOST_S)
@@ -308,7 +250,7 @@ def _watch(
         if (ended := _reap(child.pid)) is not None:
             status = os.waitstatus_to_exitcode(ended)
             # A program that the kernel killed for its memory has passed that limit.
-            ended_by = EndedBy.EXIT if status >= 0 else look.passed() or EndedBy.SIGNAL
+            ended_by = EndedBy.EXIT if status >= 0 else _passed(usage) or EndedBy.SIGNAL
         elif sys.stdin.fileno() in ready:
             ended_by = EndedBy.LOST  # the caller went away; nobody will read this
         elif time.monotonic() >= deadline:
@@ -317,7 +259,12 @@ def _watch(
     room, _ = _copy(output, log, room)
     if room < 0 and ended_by is EndedBy.EXIT:
         ended_by, status = EndedBy.OUTPUT, None
-    return {"ended_by": ended_by, "status": status and abs(status), "peak_rss_bytes": look.peak}
+    return {"ended_by": ended_by, "status": status and abs(status)}
+
+
+def _passed(usage: uses.Usage) -> EndedBy | None:
+    passed = usage.passed()
+    return EndedBy(passed) if passed else None
 
 
 def _copy(output: int, log: Any, room: int) -> tuple[int, bool]:
@@ -350,7 +297,7 @@ def _kill_all() -> None:
     """Kills every descendant, until there is none (one that was just forked is found the next
     time)."""
     while True:
-        for pid in _descendants():
+        for pid in uses.descendants():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -359,28 +306,6 @@ def _kill_all() -> None:
         except ChildProcessError:
             return
         time.sleep(0.001)
-
-
-def _descendants() -> dict[int, int]:
-    """Resident bytes of each descendant of this process. Zombies count: one whose main thread has
-    ended looks like a zombie while its other threads run."""
-    page = resource.getpagesize()
-    children: dict[int, list[tuple[int, int]]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            with open(f"/proc/{name}/stat", "rb") as file:
-                stat = file.read()
-            # The second field, the program's name in brackets, may hold anything; count from its
-            # end.
-            _, parent, *rest = stat[stat.rindex(b")") + 2 :].split()
-            children.setdefault(int(parent), []).append((int(name), int(rest[19]) * page))
-    found: dict[int, int] = {}
-    queue = [os.getpid()]
-    while queue:
-        for pid, rss in children.get(queue.pop(), ()):
-            found[pid] = rss
-            queue.append(pid)
-    return found
 
 
 def _prctl(option: int, value: int) -> None:
