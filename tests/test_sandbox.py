@@ -355,9 +355,10 @@ print(len(held))
     assert len(os.listdir("/proc/self/fd")) < before + 10
 
 
-def test_inside_the_gateway_is_on_loopback_and_with_tls_keeps_its_name() -> None:
+def test_inside_the_gateway_is_on_loopback_and_a_name_stays_its_name() -> None:
     plain = sandbox._inside("http://10.0.0.7:8765/rollout/a")
     assert plain == ("10.0.0.7", 8765, "http://127.0.0.1:8765/rollout/a")
+    assert sandbox._inside("http://gateway:1/a") == ("gateway", 1, "http://gateway:1/a")
     secure = sandbox._inside("https://gateway.example.org/rollout/a")
     assert secure == ("gateway.example.org", 443, "https://gateway.example.org/rollout/a")
 
@@ -559,14 +560,19 @@ def test_a_recipe_shows_what_its_command_names(tmp_path: Path) -> None:
     (tmp_path / "agent").symlink_to(shutil.which("true") or "/bin/true")
     recipe = Recipe(
         name="own",
-        command=["agent", str(venv / "bin" / "python"), str(tool), "pkg:lightning_ray/py.typed"],
+        command=[
+            "agent",
+            str(venv / "bin" / "python"),
+            str(tool),
+            "pkg:lightning_ray.tasks.swe/mini.yaml",
+        ],
         env={"HERE": "{recipe_dir}"},
         recipe_dir=str(tmp_path / "recipes"),
     )
     shown = harness.readable(recipe, None, f"{tmp_path}:/usr/bin:/bin")
     expected = {tmp_path / "agent", venv, tool, tmp_path / "recipes", Path(sys.base_prefix)}
     assert expected <= set(shown)
-    assert any(path.name == "py.typed" for path in shown)
+    assert any(path.name == "mini.yaml" for path in shown)
 
 
 # -- machines that cannot -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -84,7 +85,9 @@ class Box:
             _setns(self._pidfd, _NEWUSER)
         capability = 0
         while _LIBC.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) == 0:
-            capability += 1  # until the kernel knows no more
+            capability += 1
+        if ctypes.get_errno() != errno.EINVAL:  # EINVAL: the kernel knows no more of them
+            _check(-1, "prctl")
         header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
         _check(_LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 

@@ -178,7 +178,7 @@ def _start_supervisor(
         else:
             child = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-X", "utf8", supervisor.__file__],
-                stdin=order_end,
+                stdin=order_end.fileno(),
                 stdout=report_end,
                 env={},
                 cwd="/",

@@ -15,6 +15,7 @@ attempt's own folders, whose disk is limited, and /dev/shm, which is small.
 from __future__ import annotations
 
 import functools
+import ipaddress
 import os
 import re
 import shutil
@@ -199,12 +200,14 @@ def _depth(path: Path) -> int:
 
 
 def _inside(url: str) -> tuple[str, int, str]:
-    """Host and port of `url`, and what it is called in a box, where everything is on loopback. With
-    TLS it keeps its name, since that is in the certificate."""
+    """Host and port of `url`, and what it is called in a box, where everything is on loopback: a
+    name stays as it is (it may be in a certificate), an address does not."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    if parts.scheme == "https":
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
         return host, port, url
     return host, port, parts._replace(netloc=f"127.0.0.1:{port}").geturl()
 

@@ -210,7 +210,7 @@ def make_cgroup(
 def _parents(mounted: Path, ours: str) -> list[Path]:
     """Where a group for memory and processes can be made, of the process whose /proc/PID/cgroup is
     `ours`."""
-    groups = {}
+    groups: dict[str, str] = {}
     for line in ours.splitlines():
         _, controllers, path = line.split(":", 2)
         groups |= dict.fromkeys(controllers.split(","), path.lstrip("/"))
