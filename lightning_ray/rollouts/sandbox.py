@@ -19,6 +19,7 @@ import ipaddress
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -137,29 +138,37 @@ def around(
     host, port, inside = _inside(url)
     hosts = folder / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.0.1 {host}\n")
-    shown = {*readable, *map(Path, wanted.paths), folder / "task.txt"}
-    mounts = _system()
-    covers = list(_covered([Path.home(), *wanted.hidden], shown | mounts.keys()))
-    mounts |= {path: ["--tmpfs", str(path)] for path in covers}
-    for path in sorted(shown, key=_depth):
-        above = max(mounts.keys() & {*path.parents}, key=_depth, default=None)
-        if above is None or mounts[above][0] == "--tmpfs":  # else it is seen already
-            mounts |= _bind("--ro-bind", path)
-    mounts |= _bind("--bind", folder / "workspace") | _bind("--bind", folder / "home")
-    mounts |= {
-        Path("/tmp"): ["--bind", str(folder / "tmp"), "/tmp"],
-        Path("/etc/hosts"): ["--ro-bind", str(hosts), "/etc/hosts"],
-    }
-    argv = [*_arguments(able.bubblewrap, able.network, mounts)]
-    for path in (*covers, Path("/")):  # when all that is mounted in them has its place
-        argv += ["--remount-ro", str(path)]
+    argv = [
+        *_arguments(able.bubblewrap, able.network),
+        *_mounts(
+            shown={*readable, *map(Path, wanted.paths), folder / "task.txt"},
+            hidden=wanted.hidden,
+            own=_bind("--bind", folder / "workspace")
+            | _bind("--bind", folder / "home")
+            | {
+                Path("/tmp"): ["--bind", str(folder / "tmp"), "/tmp"],
+                Path("/etc/hosts"): ["--ro-bind", str(hosts), "/etc/hosts"],
+            },
+        ),
+    ]
     if not able.network:
         return Sandbox(tuple(argv), False), url
     return Sandbox(tuple(argv), True, (host, port)), inside
 
 
-def _arguments(program: str, network: bool, mounts: Mapping[Path, list[str]]) -> Iterator[str]:
-    """bubblewrap's, with what lies in a folder after the folder."""
+def prefix(folder: Path, readable: Iterable[Path]) -> list[str]:
+    """What stands before a command line, so that it runs in a sandbox without any network, in which
+    it can write to `folder` only; nothing where this machine cannot."""
+    program = shutil.which("bwrap")
+    if program is None:
+        return []
+    mounts = _mounts(set(readable), (), _bind("--bind", folder))
+    argv = [*_arguments(program, True), *mounts, "--chdir", str(folder), "--"]
+    works = subprocess.run([*argv, "true"], capture_output=True, timeout=_PROBE_S)
+    return argv if works.returncode == 0 else []
+
+
+def _arguments(program: str, network: bool) -> Iterator[str]:
     yield from (program, "--die-with-parent", "--new-session", "--cap-drop", "ALL")
     yield from ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
     yield from ("--hostname", "sandbox", *(("--unshare-net",) if network else ()))
@@ -167,8 +176,24 @@ def _arguments(program: str, network: bool, mounts: Mapping[Path, list[str]]) ->
     yield from ("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev")
     yield from ("--size", str(_SHM_BYTES), "--perms", "1777", "--tmpfs", "/dev/shm")
     yield from ("--remount-ro", "/dev", "--symlink", "../tmp", "/var/tmp")
-    for path in sorted(mounts, key=_depth):
+
+
+def _mounts(
+    shown: Set[Path], hidden: Iterable[Path], own: Mapping[Path, list[str]]
+) -> Iterator[str]:
+    """The system's folders and `shown`, read-only and without what is hidden, and `own`."""
+    mounts = _system()
+    covers = list(_covered([Path.home(), *hidden], shown | mounts.keys()))
+    mounts |= {path: ["--tmpfs", str(path)] for path in covers}
+    for path in sorted(shown, key=_depth):
+        above = max(mounts.keys() & {*path.parents}, key=_depth, default=None)
+        if above is None or mounts[above][0] == "--tmpfs":  # else it is seen already
+            mounts |= _bind("--ro-bind", path)
+    mounts |= own
+    for path in sorted(mounts, key=_depth):  # a folder before what lies in it
         yield from mounts[path]
+    for path in (*covers, Path("/")):  # when all that is mounted in them has its place
+        yield from ("--remount-ro", str(path))
 
 
 def _system() -> dict[Path, list[str]]:
@@ -222,7 +247,7 @@ def _probe(program: str, network: bool) -> str | None:
             log=Path(name) / "log",
             limits=Limits(_PROBE_S),
             attempt_id=os.path.basename(name),
-            sandbox=Sandbox(tuple(_arguments(program, network, _system())), network),
+            sandbox=Sandbox((*_arguments(program, network), *_mounts(set(), (), {})), network),
         )
     if report.status == 0:
         return None
