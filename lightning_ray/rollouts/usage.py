@@ -54,12 +54,12 @@ class Usage:
         """The limit that was passed: memory, processes or disk."""
         tree = descendants()
         self.peak = max(self.peak, sum(tree.values()))
+        if len(tree) - self.others > self._processes:
+            return "processes"  # first: a fork bomb soon has too much memory as well
         if self._cgroup and (passed := self._cgroup.passed()):
             return passed
         if self.peak > self._memory:
             return "memory"
-        if len(tree) - self.others > self._processes:
-            return "processes"
         return "disk" if self._folder and self._full(self._folder, tree) else None
 
     def close(self) -> None:
