@@ -1,10 +1,10 @@
-"""What an attempt of mini-SWE-agent costs, executed and forked from a warm interpreter.
+"""What an attempt of mini-SWE-agent costs: executed or forked, in a sandbox or not.
 
     python benchmarks/harness_start.py [--attempts 5]
 
 One model call per attempt, answered at once by a stub, so that what is left is the harness's own
-start and work. Prints medians and their ratio. The first forked attempt starts the fork server and
-is reported apart.
+start and work. Prints medians. The first forked attempt starts the fork server and is reported
+apart.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lightning_ray.rollouts import harness, process
+from lightning_ray.rollouts import harness, process, sandbox
 from lightning_ray.rollouts.installation import install, site_packages
+from lightning_ray.rollouts.sandbox import Mode
 
 CONFIG = "pkg:lightning_ray.tasks.swe/mini.yaml"
 ANSWER = {
@@ -49,27 +50,34 @@ class Stub(BaseHTTPRequestHandler):
         pass
 
 
-def attempt(recipe: harness.Recipe, root: str, folder: Path, warm: bool) -> process.ExitReport:
-    """One attempt in `folder`."""
+def attempt(
+    recipe: harness.Recipe, root: str, folder: Path, warm: bool, mode: Mode
+) -> process.ExitReport:
+    """One attempt in `folder`, which has a workspace, a home and a tmp."""
     venv = install(recipe)
     assert venv is not None
+    workspace, home, tmp = (folder / name for name in ("workspace", "home", "tmp"))
+    base = process.base_environment(home, tmp)
+    readable = harness.readable(recipe, venv, base["PATH"])
+    box, url = sandbox.around(folder, root, readable, sandbox.Wanted(mode))
     values = harness.Values(
-        base_url=f"{root}/v1", root_url=root, model="m", task="do nothing", task_file="",
-        attempt="a", workspace=str(folder), home=str(folder), context_tokens="1000",
+        base_url=f"{url}/v1", root_url=url, model="m", task="do nothing", task_file="",
+        attempt="a", workspace=str(workspace), home=str(home), context_tokens="1000",
         venv=str(venv), site_packages=str(site_packages(venv)), recipe_dir="", api_key="key",
     )  # fmt: skip
     argv, env, _ = harness.command_line(recipe, values)
     shared = Path(tempfile.gettempdir())
     report = process.run(
         argv,
-        env=process.base_environment(folder, folder) | env,
-        cwd=folder,
+        env=base | env | {"TMPDIR": "/tmp"},
+        cwd=workspace,
         log=folder / "log",
         limits=process.Limits(120),
         attempt_id="benchmark",
         preload=harness.preload(recipe, venv, process.base_environment(shared, shared))
         if warm
         else None,
+        sandbox=box,
     )
     if report.status != 0:
         raise SystemExit(f"the harness failed: {report.describe()}\n{report.output_tail}")
@@ -84,26 +92,31 @@ def main() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     root = f"http://127.0.0.1:{server.server_port}"
-    reports: dict[str, list[process.ExitReport]] = {"executed": [], "forked": []}
+    kinds = [
+        ("executed", False, Mode.NONE),
+        ("executed, in a sandbox", False, Mode.BUBBLEWRAP),
+        ("forked", True, Mode.NONE),
+        ("forked, in a sandbox", True, Mode.BUBBLEWRAP),
+    ]
+    reports: dict[str, list[process.ExitReport]] = {kind: [] for kind, _, _ in kinds}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        for part in ("workspace", "home", "tmp"):
+            (folder / part).mkdir()
         install(recipe)
         started = time.monotonic()
-        attempt(recipe, root, folder, warm=True)
+        attempt(recipe, root, folder, True, Mode.NONE)
         first = time.monotonic() - started
-        for _ in range(count):  # interleaved: a noisy machine hits both alike
-            for kind, done in reports.items():
-                done.append(attempt(recipe, root, folder, warm=kind == "forked"))
+        for _ in range(count):  # interleaved: a noisy machine hits all alike
+            for kind, warm, mode in kinds:
+                reports[kind].append(attempt(recipe, root, folder, warm, mode))
     table = Table("", "CPU seconds", "seconds", title="mini-SWE-agent, one call, median")
-    medians = {}
     for kind, done in reports.items():
-        medians[kind] = (
+        medians = (
             statistics.median(r.cpu_seconds for r in done),
             statistics.median(r.seconds for r in done),
         )
-        table.add_row(kind, *(f"{value:.2f}" for value in medians[kind]))
-    ratios = (a / b for a, b in zip(medians["executed"], medians["forked"], strict=True))
-    table.add_row("ratio", *(f"{ratio:.1f}x" for ratio in ratios))
+        table.add_row(kind, *(f"{value:.2f}" for value in medians))
     Console().print(table)
     print(f"the first forked attempt, which starts the fork server: {first:.1f} s")
 

@@ -211,6 +211,21 @@ class RolloutSection(Section):
         16, ge=1, description="Most stdout and stderr kept from a harness, in MiB."
     )
     workspace_mib: int = Field(512, ge=1, description="Largest file a harness may write, in MiB.")
+    disk_mib: int = Field(
+        4096, ge=1, description="Disk space of a harness's workspace, home and tmp, in MiB."
+    )
+    sandbox: Literal["auto", "bubblewrap", "none"] = Field(
+        "auto",
+        description="What keeps a harness to its own files, processes and the gateway: "
+        "bubblewrap; where it cannot be had, auto says so and runs without. none: nothing.",
+    )
+    sandbox_require: bool = Field(
+        False, description="Stop where the machine cannot give the whole sandbox."
+    )
+    sandbox_paths: list[str] = Field(
+        default_factory=list,
+        description="Further files and folders that a harness in a sandbox can read.",
+    )
     keep_workspaces: bool = Field(
         False, description="Keep workspaces after grading, for debugging."
     )

@@ -119,6 +119,10 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
             f"{config.run.groups_per_step * config.rollout.n} rollouts of a step"
         )
     yield from _schedule_contradictions(config)
+    if config.rollout.sandbox == "none":
+        for key in ("sandbox_require", "sandbox_paths"):
+            if getattr(config.rollout, key):
+                yield f"rollout.{key} has no effect with rollout.sandbox=none"
     if config.task.grader and config.task.grader_command:
         yield "task.grader and task.grader_command are both set; keep one"
     if config.run.validate_every and config.task.validation is None:

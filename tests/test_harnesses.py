@@ -32,6 +32,7 @@ from lightning_ray.gateway import deploy
 from lightning_ray.records import Branch, Call, Outcome, SideCall, Task
 from lightning_ray.rollouts import harness, installation, local
 from lightning_ray.rollouts.process import Limits
+from lightning_ray.rollouts.sandbox import Wanted
 from lightning_ray.samples import forest, rows
 
 # A byte is a token here, and these prompts are long.
@@ -210,6 +211,7 @@ def request(
         collect="test_harnesses:collect",
         keep_workspaces=False,
         api_key="secret",
+        sandbox=Wanted(require=shutil.which("bwrap") is not None),
     )
 
 

@@ -397,6 +397,7 @@ def test_a_booby_trapped_workspace_holds_nobody_up(
         (EndedBy.TIME, None, Outcome.TIMEOUT),
         (EndedBy.MEMORY, None, Outcome.OUT_OF_MEMORY),
         (EndedBy.OUTPUT, None, Outcome.OUTPUT_LIMIT),
+        (EndedBy.DISK, None, Outcome.OUTPUT_LIMIT),
         (EndedBy.NOT_STARTED, None, Outcome.LAUNCH_FAULT),
         (EndedBy.LOST, None, Outcome.NODE_LOST),
     ],

@@ -2,14 +2,19 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_ray.records import Outcome, Reward, Split, Task
+from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode
 from lightning_ray.tasks.swe import embedded, grading
 from lightning_ray.tasks.swe.grading import GradingError, Verdict, run_hidden_tests, weigh
@@ -336,18 +341,52 @@ def test_a_file_in_the_place_of_a_folder_does_not_solve():
     assert not reward({PACKAGE: "text", **fix(TASK)}).solved
 
 
-def test_tests_that_never_end_are_killed_with_their_children(monkeypatch, tmp_path):
+def test_tests_that_never_end_are_killed_with_their_children(monkeypatch):
     monkeypatch.setattr(grading, "TIME_LIMIT_S", 2.0)
-    pid_file = tmp_path / "pid"
+    name = uuid.uuid4().hex
     source = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
+        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', {name!r}])\n"
         "time.sleep(600)\n"
     )
-    assert run_hidden_tests(TASK, {INIT: source}).verdict is Verdict.TIMEOUT
-    stat = Path(f"/proc/{pid_file.read_text()}/stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+    def runs() -> bool:
+        return name in subprocess.check_output(["ps", "axww", "-o", "args"], text=True)
+
+    seen = []
+    with ThreadPoolExecutor(1) as pool:
+        tests = pool.submit(run_hidden_tests, TASK, {INIT: source})
+        while not tests.done():
+            seen.append(runs())
+            time.sleep(0.05)
+    assert tests.result().verdict is Verdict.TIMEOUT
+    assert any(seen)
+    deadline = time.monotonic() + 5
+    while runs():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(bool(sandbox.protection().missing), reason="no sandbox here")
+def test_code_under_test_reaches_nothing_but_its_folder(monkeypatch, tmp_path):
+    secret = tmp_path / "secret"
+    secret.touch()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        attacks = {
+            "a file": f"os.stat({str(secret)!r})",
+            "a write": "open('/usr/bin/env', 'r+b').close()",
+            "the network": f"socket.create_connection(('127.0.0.1', {port}), 3)",
+            "a process": f"os.kill({os.getpid()}, 0)",
+        }
+        for name, attack in attacks.items():
+            worked = f"try:\n    {attack}\n    os._exit(1)\nexcept OSError:\n    pass\n"
+            source = {**fix(TASK), INIT: PROLOGUE + "import os, socket\n" + worked}
+            assert run_hidden_tests(TASK, source).verdict is Verdict.PASSED, name
+            if name != "a write" or os.getuid() == 0:
+                with monkeypatch.context() as bare:
+                    bare.setattr(sandbox, "prefix", lambda *_: [])
+                    assert run_hidden_tests(TASK, source).verdict is Verdict.FAILED, name
 
 
 def test_a_grader_that_cannot_work_gives_no_reward(monkeypatch, tmp_path):

@@ -32,6 +32,7 @@ from lightning_ray.rollouts.grading import Episode, GradeRequest, GraderFault, g
 from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycle, Next, judge
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_attempt
 from lightning_ray.rollouts.process import Limits
+from lightning_ray.rollouts.sandbox import wanted
 
 NAMESPACE = "lightning_ray"  # of Ray's actor names
 MODEL_NAME = "policy"  # what harnesses are told; the gateway serves one model and ignores the name
@@ -211,6 +212,7 @@ class RolloutController:
             collect=config.task.collect,
             keep_workspaces=config.rollout.keep_workspaces,
             api_key=key,
+            sandbox=wanted(config),
         )
         try:
             result: AttemptResult = await self._wait(
@@ -313,6 +315,7 @@ class RolloutController:
             max_processes=rollout.max_processes,
             output_mib=rollout.output_mib,
             file_mib=rollout.workspace_mib,
+            disk_mib=rollout.disk_mib,
         )
 
 

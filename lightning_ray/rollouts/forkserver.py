@@ -17,7 +17,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
-import importlib.util
 import os
 import random
 import runpy
@@ -30,8 +29,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 # A server without connections waits this long for the next one.
@@ -39,6 +36,7 @@ _GRACE_S = 5.0
 # Longest wait for the imports, in seconds; some harnesses import for ten on a busy machine.
 _IMPORT_S = 120.0
 _READY = b"ready"
+_NOT_CONFINED = 126  # exit status, as of a shell that may not run a program
 
 
 @dataclass(frozen=True)
@@ -133,8 +131,9 @@ def _serve(name: str, modules: list[str]) -> None:
     except OSError:
         return  # another one has just started
     listener.listen(128)
-    # By its path: our folder must not shadow a module of the harness.
-    supervisor = _load(Path(__file__).with_name("supervisor.py"))
+    # From our folder, which must not shadow a module of the harness.
+    supervisor = importlib.import_module("supervisor")
+    del sys.modules["supervisor"]
     sys.path.pop(0)
     for module in modules:
         importlib.import_module(module)
@@ -188,14 +187,16 @@ def _launcher() -> Callable[[dict[str, Any], tuple[int, int, int], Callable[[], 
     def launch(
         order: dict[str, Any], streams: tuple[int, int, int], confine: Callable[[], None]
     ) -> _Forked:
-        for path in (order["argv"][0], order["cwd"]):
-            os.stat(path)  # a missing one is an error of the start, not of the program
+        os.stat(order["argv"][0])  # a missing one is an error of the start, not of the program
         if pid := os.fork():
             return _Forked(pid)
         os.setsid()
-        confine()
         for target, source in enumerate(streams):
             os.dup2(source, target)
+        try:
+            confine()
+        except BaseException:
+            os._exit(_NOT_CONFINED)  # confine said why
         raise _Become(order)
 
     return launch
@@ -204,7 +205,6 @@ def _launcher() -> Callable[[dict[str, Any], tuple[int, int, int], Callable[[], 
 def _become(order: dict[str, Any]) -> None:
     """Runs the program as the interpreter would have."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
     time.tzset()
@@ -213,16 +213,6 @@ def _become(order: dict[str, Any]) -> None:
     sys.argv = list(order["argv"])
     sys.path.insert(0, os.path.dirname(script))
     runpy.run_path(script, run_name="__main__")
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

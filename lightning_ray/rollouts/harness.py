@@ -14,6 +14,8 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import re
+import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -220,6 +222,28 @@ def preload(recipe: Recipe, venv: Path | None, env: Mapping[str, str]) -> Preloa
         tuple(recipe.preload),
         tuple(sorted(({**env, **fixed}).items())),
     )
+
+
+def readable(recipe: Recipe, venv: Path | None, path: str) -> list[Path]:
+    """What of this machine a harness reads besides the system's folders: its environment, its
+    interpreter, its recipe's folder if that uses it, and what its command names. `path` is the
+    harness's PATH.
+
+    Raises:
+        RecipeError: `pkg:` names a file that is not there.
+    """
+    found = [Path(sys.base_prefix), *([venv] if venv else [])]
+    if any("recipe_dir" in _names(text) for _, text in recipe._texts()):
+        found.append(Path(recipe.recipe_dir))
+    for text in recipe.command:
+        if text.startswith("/"):
+            # The whole of a virtual environment whose interpreter it is.
+            of_venv = Path(text).parent.parent
+            found.append(of_venv if (of_venv / "pyvenv.cfg").exists() else Path(text))
+        elif text.startswith(_PACKAGE_FILE):
+            found.append(Path(_package_file(text)))
+    programs = [shutil.which(name, path=path) for name in (recipe.command[0], "node")]
+    return [*found, *(Path(program) for program in programs if program)]
 
 
 def fill(text: str, values: Values) -> str:

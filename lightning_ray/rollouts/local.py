@@ -6,7 +6,8 @@ its limits and, when everything of it is dead, lets the task family read the res
 
 Invariants: it returns a typed outcome for whatever the harness or the task family does; every
 attempt sees the same layout (workspace, home and tmp beside each other in a folder of its own);
-nothing stays on the node but the log and the artifacts, unless `keep_workspaces` says so.
+nothing stays on the node but the log and the artifacts, unless `keep_workspaces` says so. What the
+harness can reach is said in `sandbox.py`; `prepare` and `collect` run outside.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lightning_ray.rollouts.forkserver import PreloadError
 from lightning_ray.rollouts.harness import Recipe, RecipeError, Values
 from lightning_ray.rollouts.installation import InstallError, install, site_packages
 from lightning_ray.rollouts.process import EndedBy, ExitReport, Limits
+from lightning_ray.rollouts.sandbox import SandboxError, Wanted, around
 
 _FAMILY_S = (
     300  # a workspace that the policy booby-trapped (a named pipe, say) must not hold us for ever
@@ -43,6 +45,7 @@ _OUTCOMES = {
     EndedBy.TIME: Outcome.TIMEOUT,
     EndedBy.MEMORY: Outcome.OUT_OF_MEMORY,
     EndedBy.OUTPUT: Outcome.OUTPUT_LIMIT,
+    EndedBy.DISK: Outcome.OUTPUT_LIMIT,
     EndedBy.NOT_STARTED: Outcome.LAUNCH_FAULT,
     EndedBy.LOST: Outcome.NODE_LOST,
 }
@@ -65,6 +68,7 @@ class AttemptRequest:
     collect: str | None
     keep_workspaces: bool
     api_key: str = field(repr=False)
+    sandbox: Wanted = field(default_factory=Wanted)
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def run_attempt(request: AttemptRequest) -> AttemptResult:
     box = Path(tempfile.mkdtemp(prefix="lr-"))
     try:
         return _run_in(box, request)
-    except (InstallError, RecipeError, PreloadError, _FamilyError) as error:
+    except (InstallError, RecipeError, PreloadError, SandboxError, _FamilyError) as error:
         return AttemptResult(Outcome.LAUNCH_FAULT, str(error))
     finally:
         if request.keep_workspaces:
@@ -114,9 +118,12 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
     task_file.write_text(request.task.statement)
     recipe = request.recipe
     venv = install(recipe)
+    base = process.base_environment(home, tmp)
+    readable = harness.readable(recipe, venv, base["PATH"])
+    sandbox, url = around(box, request.root_url, readable, request.sandbox)
     values = Values(
-        base_url=f"{request.root_url}/v1",
-        root_url=request.root_url,
+        base_url=f"{url}/v1",
+        root_url=url,
         model=request.model,
         task=request.task.statement,
         task_file=str(task_file),
@@ -139,13 +146,15 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
         _family("task.prepare", request.prepare, request.task, workspace)
     report = process.run(
         argv,
-        env=process.base_environment(home, tmp) | env,
+        env=base | ({"TMPDIR": "/tmp"} if sandbox else {}) | env,
         cwd=Path(harness.fill(recipe.cwd, values)),
         log=request.log_dir / "harness.log",
         limits=request.limits,
         attempt_id=request.attempt_id,
         stdin=stdin,
         preload=harness.preload(recipe, venv, process.base_environment(shared, shared)),
+        sandbox=sandbox,
+        disk=box,
     )
     for artifact in recipe.artifacts:
         _keep(Path(harness.fill(artifact, values)), request.log_dir)

@@ -7,7 +7,7 @@ either a fresh one, or one forked from an interpreter that has imported what the
 Invariants: when `run` returns or raises, no process of the program is alive (should something have
 killed the supervisor itself, those that still carry the attempt's marker in their environment or
 name are found and killed); the program gets the given environment, the marker, and nothing else of
-ours; secrets travel by pipe, never on a command line; the log never grows past its limit.
+ours; secrets travel by socket, never on a command line; the log never grows past its limit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,13 +29,24 @@ from typing import Any, BinaryIO
 
 from lightning_ray.rollouts import forkserver, supervisor
 from lightning_ray.rollouts.forkserver import Preload
+from lightning_ray.rollouts.relay import Relay
 from lightning_ray.rollouts.supervisor import EndedBy, Limits
 
-__all__ = ["EndedBy", "ExitReport", "Limits", "base_environment", "marked", "run"]
+__all__ = ["EndedBy", "ExitReport", "Limits", "Sandbox", "base_environment", "marked", "run"]
 
 MARKER = "LIGHTNING_RAY_ATTEMPT"
 _TAIL_CHARS = 2000  # what a person wants to see of a log in an error message
 _CALLER_POLL_S = 0.2  # Ray cancels a task by an exception that does not interrupt a system call
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """A box to run in: bubblewrap and its arguments, which make a network namespace or not. In one,
+    `gateway` (host and port) is what the same port on loopback leads to."""
+
+    bubblewrap: tuple[str, ...]
+    own_network: bool
+    gateway: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,10 +92,13 @@ def run(
     stdin: str = "",
     stdout: Path | None = None,
     preload: Preload | None = None,
+    sandbox: Sandbox | None = None,
+    disk: Path | None = None,
 ) -> ExitReport:
     """Runs `argv` to its end and returns how it ended. stdout and stderr go to `log`, or only
-    stderr where `stdout` names another file. With `preload`, `argv[0]` is a Python script. Blocks;
-    an exception raised in this thread ends the program.
+    stderr where `stdout` names another file. With `preload`, `argv[0]` is a Python script. `disk`
+    is the folder that the limit of disk space is for. Blocks; an exception raised in this thread
+    ends the program.
 
     Raises:
         PreloadError: see there.
@@ -102,21 +117,28 @@ def run(
         "stdout": str(stdout) if stdout else None,
         "limits": asdict(limits),
         "attempt": attempt_id,
+        "disk": str(disk) if disk else None,
+        "box": sandbox and sandbox.bubblewrap,
+        "network": bool(sandbox and sandbox.own_network),
+        "port": sandbox and sandbox.gateway and sandbox.gateway[1],
     }
     started = time.monotonic()
     orders, reports, child = _start_supervisor(preload)
     facts: dict[str, Any] | None = None
+    relay: Relay | None = None
     try:
-        with contextlib.suppress(BrokenPipeError):  # a dead supervisor is reported below
-            orders.write(json.dumps(order).encode() + b"\n")
-            orders.flush()
+        with contextlib.suppress(ConnectionError):  # a dead supervisor is reported below
+            orders.sendall(json.dumps(order).encode() + b"\n")
+            if sandbox and sandbox.gateway and (listener := _listener(orders)):
+                relay = Relay(listener, sandbox.gateway)
         while not select.select([reports], [], [], _CALLER_POLL_S)[0]:
             pass
         reply = reports.read()
         facts = json.loads(reply) if reply else None
     finally:
-        with contextlib.suppress(BrokenPipeError):
-            orders.close()
+        orders.close()
+        if relay:
+            relay.close()
         reports.read()  # to its end: the supervisor is gone, and with it all that it watched
         reports.close()
         if child:
@@ -135,33 +157,41 @@ def run(
     )
 
 
+def _listener(orders: socket.socket) -> socket.socket | None:
+    """The socket that listens in the box; None if the supervisor could not make it."""
+    while not select.select([orders], [], [], _CALLER_POLL_S)[0]:
+        pass
+    _, fds, _, _ = socket.recv_fds(orders, 1, 1)
+    return socket.socket(fileno=fds[0]) if fds else None
+
+
 def _start_supervisor(
     preload: Preload | None,
-) -> tuple[BinaryIO, BinaryIO, subprocess.Popen[bytes] | None]:
+) -> tuple[socket.socket, BinaryIO, subprocess.Popen[bytes] | None]:
     """Its stdin, its stdout, and the process where it is a child of ours."""
-    order_end, orders = os.pipe()
+    orders, order_end = socket.socketpair()
     reports, report_end = os.pipe()
     child = None
     try:
         if preload:
-            forkserver.fork(preload, order_end, report_end)
+            forkserver.fork(preload, order_end.fileno(), report_end)
         else:
             child = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-X", "utf8", supervisor.__file__],
-                stdin=order_end,
+                stdin=order_end.fileno(),
                 stdout=report_end,
                 env={},
                 cwd="/",
                 start_new_session=True,
             )
     except BaseException:
-        os.close(orders)
+        orders.close()
         os.close(reports)
         raise
     finally:
-        os.close(order_end)
+        order_end.close()
         os.close(report_end)
-    return os.fdopen(orders, "wb"), os.fdopen(reports, "rb"), child
+    return orders, os.fdopen(reports, "rb"), child
 
 
 def base_environment(home: Path, tmp: Path) -> dict[str, str]:

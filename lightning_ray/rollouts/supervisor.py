@@ -2,12 +2,12 @@
 
 It starts the program, watches its limits and reports how it ended. It is a child subreaper (prctl):
 whatever the program forks, daemonises or orphans stays a descendant, so "no children left" means
-that everything is dead. It ends everything as soon as its stdin closes, so the death of the caller
-ends the program too; the program in turn dies with the supervisor.
+that everything is dead. It ends everything as soon as its stdin, a socket, closes, so the death of
+the caller ends the program too; the program in turn dies with the supervisor. If the order says so,
+the program runs in a sandbox (`box.py`), whose listening socket goes to the caller through stdin.
 
-Standard library only, and nothing of ours: this file runs as a script of its own (`process.py`) and
-inside the Python of a harness (`forkserver.py`). One pass over /proc reads parent and memory of
-every process at once, so that looking stays cheap.
+Standard library only: this file runs as a script of its own (`process.py`) and inside the Python of
+a harness (`forkserver.py`). What the program uses is looked at from time to time (`usage.py`).
 """
 
 from __future__ import annotations
@@ -15,20 +15,42 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import importlib.util
 import json
 import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+
+def load_beside(name: str) -> ModuleType:
+    """The module in the file `name` of this folder, which must not be on the path of a harness."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+if TYPE_CHECKING:
+    from lightning_ray.rollouts import box as boxes
+    from lightning_ray.rollouts import usage as uses
+else:
+    boxes, uses = load_beside("box"), load_beside("usage")
 
 _POLL_S = 0.25  # memory and process counts are looked at four times a second ...
 _POLL_SHARE = (
@@ -48,6 +70,7 @@ class EndedBy(StrEnum):
     MEMORY = "memory"  # resident memory of all its processes passed the limit
     PROCESSES = "processes"  # more processes at a time than the limit
     OUTPUT = "output"  # wrote more than the limit to stdout and stderr
+    DISK = "disk"  # its folders hold more than the limit
     NOT_STARTED = "not_started"  # no such program, no such folder, arguments too long
     LOST = "lost"  # the supervisor was killed, so nobody knows
 
@@ -61,6 +84,7 @@ class Limits:
     max_processes: int = 256
     output_mib: int = 16
     file_mib: int = 512
+    disk_mib: int = 4096
 
 
 class Child(Protocol):
@@ -80,17 +104,31 @@ def supervise(launch: Launch) -> None:
     order = json.loads(sys.stdin.buffer.readline())
     limits = Limits(**order["limits"])
     started = time.monotonic()
+    usage = uses.Usage(
+        process_name(order["attempt"]),
+        memory=limits.memory_mib << 20,
+        processes=limits.max_processes,
+        folder=order["disk"],
+        disk=limits.disk_mib << 20,
+    )
     with open(order["log"], "wb") as log:
         try:
-            child, output = _start(order, limits, launch)
+            os.stat(order["cwd"])  # a missing one is an error of the start, not of the program
+            with _streams(order) as (streams, output):
+                box = boxes.Box(order["box"], order["network"]) if order["box"] else None
+                if box and order["port"]:
+                    _hand_over(box.listen(order["port"]))
+                child = launch(order, streams, _confinement(order, limits, box, usage))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             facts: dict[str, Any] = {"ended_by": EndedBy.NOT_STARTED, "error": str(error)}
         else:
-            facts = _watch(child, output, log, limits, started + limits.timeout_s)
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+            usage.others = boxes.Box.PROCESSES if box else 0
+            facts = _watch(child, output, log, limits, started + limits.timeout_s, usage)
+    usage.close()
+    counted = resource.getrusage(resource.RUSAGE_CHILDREN)
     facts["seconds"] = time.monotonic() - started
-    facts["cpu_seconds"] = usage.ru_utime + usage.ru_stime
-    facts["peak_rss_bytes"] = max(facts.get("peak_rss_bytes", 0), usage.ru_maxrss * 1024)
+    facts["cpu_seconds"] = counted.ru_utime + counted.ru_stime
+    facts["peak_rss_bytes"] = max(usage.peak, counted.ru_maxrss * 1024)
     if facts["ended_by"] is not EndedBy.LOST:  # then nobody is left to read it
         sys.stdout.write(json.dumps(facts))
         sys.stdout.flush()
@@ -104,7 +142,6 @@ def execute(
     return subprocess.Popen(
         order["argv"],
         env=order["env"],
-        cwd=order["cwd"],
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
@@ -118,13 +155,54 @@ def process_name(attempt_id: str) -> str:
     return "lr-" + hashlib.sha256(attempt_id.encode()).hexdigest()[:12]
 
 
-def _start(order: dict[str, Any], limits: Limits, launch: Launch) -> tuple[Child, int]:
-    """The program, and the file descriptor on which to read what it writes."""
+@contextlib.contextmanager
+def _streams(order: dict[str, Any]) -> Iterator[tuple[tuple[int, int, int], int]]:
+    """stdin, stdout and stderr of the program, and where to read what it writes."""
+    output, theirs = os.pipe()
+    with contextlib.ExitStack() as files:
+        files.callback(os.close, theirs)
+        stdin = files.enter_context(tempfile.TemporaryFile())
+        stdin.write(order["stdin"].encode())
+        stdin.seek(0)
+        stdout = theirs
+        if order["stdout"]:
+            stdout = files.enter_context(open(order["stdout"], "wb")).fileno()
+        yield (stdin.fileno(), stdout, theirs), output
+
+
+def _hand_over(listener: socket.socket) -> None:
+    with listener, socket.socket(fileno=os.dup(sys.stdin.fileno())) as caller:
+        socket.send_fds(caller, [b"l"], [listener.fileno()])
+
+
+def _confinement(
+    order: dict[str, Any],
+    limits: Limits,
+    box: boxes.Box | None,
+    usage: uses.Usage,
+) -> Callable[[], None]:
+    """What the program's process does to itself before it becomes the program."""
     supervisor = os.getpid()
 
     def confine() -> None:
+        try:
+            _confine()
+        except OSError as error:
+            os.write(2, f"cannot be confined: {error}\n".encode())
+            raise
+
+    def _confine() -> None:
+        with contextlib.suppress(OSError):  # /proc may be read-only in a container
+            Path("/proc/self/oom_score_adj").write_text(
+                "1000"
+            )  # the kernel takes it before Ray's worker
+        usage.join()
+        if box:
+            box.enter()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != supervisor:  # it died before the line above took effect
+        # Did it die before the line above took effect? (Inside a box its id cannot be seen, and
+        # bubblewrap sees to it.)
+        if not box and os.getppid() != supervisor:
             os._exit(1)
         os.umask(0o022)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)  # a set-uid program would be one we cannot kill
@@ -138,24 +216,14 @@ def _start(order: dict[str, Any], limits: Limits, launch: Launch) -> tuple[Child
             hard = resource.getrlimit(what)[1]
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(what, (most, most))
-        with contextlib.suppress(OSError):  # /proc may be read-only in a container
-            Path("/proc/self/oom_score_adj").write_text(
-                "1000"
-            )  # the kernel takes it before Ray's worker
+        os.chdir(order["cwd"])
 
-    output, theirs = os.pipe()
-    with contextlib.ExitStack() as files:
-        files.callback(os.close, theirs)
-        stdin = files.enter_context(tempfile.TemporaryFile())
-        stdin.write(order["stdin"].encode())
-        stdin.seek(0)
-        stdout = theirs
-        if order["stdout"]:
-            stdout = files.enter_context(open(order["stdout"], "wb")).fileno()
-        return launch(order, (stdin.fileno(), stdout, theirs), confine), output
+    return confine
 
 
-def _watch(child: Child, output: int, log: Any, limits: Limits, deadline: float) -> dict[str, Any]:
+def _watch(
+    child: Child, output: int, log: Any, limits: Limits, deadline: float, usage: uses.Usage
+) -> dict[str, Any]:
     """Waits until the program ends or passes a limit, then ends everything."""
     os.set_blocking(output, False)
     room = limits.output_mib << 20
@@ -163,19 +231,14 @@ def _watch(child: Child, output: int, log: Any, limits: Limits, deadline: float)
     poll.register(os.pidfd_open(child.pid), select.POLLIN)
     poll.register(output, select.POLLIN)
     poll.register(sys.stdin.fileno(), select.POLLIN)
-    peak, next_look, ended_by, status = 0, 0.0, None, None
+    next_look, ended_by, status = 0.0, None, None
     while ended_by is None:
         now = time.monotonic()
         if now >= next_look:
-            tree = _descendants()
+            ended_by = _passed(usage)
             looked = time.monotonic()
             pause = max(_POLL_S, _POLL_SHARE * (looked - now))
             next_look = looked + min(pause, _POLL_MOST_S)
-            peak = max(peak, sum(tree.values()))
-            if peak > limits.memory_mib << 20:
-                ended_by = EndedBy.MEMORY
-            elif len(tree) > limits.max_processes:
-                ended_by = EndedBy.PROCESSES
         wait_s = 0.0 if ended_by else max(0.0, min(next_look, deadline) - time.monotonic())
         ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
         if output in ready:
@@ -186,7 +249,8 @@ def _watch(child: Child, output: int, log: Any, limits: Limits, deadline: float)
                 poll.unregister(output)
         if (ended := _reap(child.pid)) is not None:
             status = os.waitstatus_to_exitcode(ended)
-            ended_by = EndedBy.EXIT if status >= 0 else EndedBy.SIGNAL
+            # A program that the kernel killed for its memory has passed that limit.
+            ended_by = EndedBy.EXIT if status >= 0 else _passed(usage) or EndedBy.SIGNAL
         elif sys.stdin.fileno() in ready:
             ended_by = EndedBy.LOST  # the caller went away; nobody will read this
         elif time.monotonic() >= deadline:
@@ -195,7 +259,12 @@ def _watch(child: Child, output: int, log: Any, limits: Limits, deadline: float)
     room, _ = _copy(output, log, room)
     if room < 0 and ended_by is EndedBy.EXIT:
         ended_by, status = EndedBy.OUTPUT, None
-    return {"ended_by": ended_by, "status": status and abs(status), "peak_rss_bytes": peak}
+    return {"ended_by": ended_by, "status": status and abs(status)}
+
+
+def _passed(usage: uses.Usage) -> EndedBy | None:
+    passed = usage.passed()
+    return EndedBy(passed) if passed else None
 
 
 def _copy(output: int, log: Any, room: int) -> tuple[int, bool]:
@@ -228,7 +297,7 @@ def _kill_all() -> None:
     """Kills every descendant, until there is none (one that was just forked is found the next
     time)."""
     while True:
-        for pid in _descendants():
+        for pid in uses.descendants():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -237,28 +306,6 @@ def _kill_all() -> None:
         except ChildProcessError:
             return
         time.sleep(0.001)
-
-
-def _descendants() -> dict[int, int]:
-    """Resident bytes of each descendant of this process. Zombies count: one whose main thread has
-    ended looks like a zombie while its other threads run."""
-    page = resource.getpagesize()
-    children: dict[int, list[tuple[int, int]]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            with open(f"/proc/{name}/stat", "rb") as file:
-                stat = file.read()
-            # The second field, the program's name in brackets, may hold anything; count from its
-            # end.
-            _, parent, *rest = stat[stat.rindex(b")") + 2 :].split()
-            children.setdefault(int(parent), []).append((int(name), int(rest[19]) * page))
-    found: dict[int, int] = {}
-    queue = [os.getpid()]
-    while queue:
-        for pid, rss in children.get(queue.pop(), ()):
-            found[pid] = rss
-            queue.append(pid)
-    return found
 
 
 def _prctl(option: int, value: int) -> None:

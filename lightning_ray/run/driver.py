@@ -22,7 +22,7 @@ from lightning_ray.metrics import MetricsLog
 from lightning_ray.placement import Bundles, Device, reserve
 from lightning_ray.records import FinishedRollout, PolicyVersion, RolloutState, Task
 from lightning_ray.report.console import Console, View
-from lightning_ray.rollouts import harness
+from lightning_ray.rollouts import harness, sandbox
 from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.run import data, ending
 from lightning_ray.run.checkpoint import Checkpoints, State
@@ -54,8 +54,10 @@ class Run:
         )
         self._estimator = advantages.estimator(config.algorithm)
         self._hook = advantages.call_advantages(config.algorithm)
-        # A recipe that cannot be used is said before anything is started.
+        # A recipe or a sandbox that cannot be used is said before anything is started.
         harness.load(config.harness.recipe, config.harness.args, config.harness.env)
+        if note := sandbox.check(sandbox.wanted(config)):
+            console.print(f"sandbox: {note}")
         # Weights made by this process belong to a lineage of their own: after a rollback the same
         # step number names other weights than before.
         self._lineage = secrets.token_hex(3)

@@ -1,7 +1,8 @@
 """The reward of a software-engineering rollout: hidden tests on a clean copy of the repository.
 
 `grade` lays out the task's own files, applies the collected changes that are not tests, and lets
-`runner` run the hidden tests in a fresh process. The verdict comes over a private socket, and is
+`runner` run the hidden tests in a fresh process, in a sandbox without a network where this machine
+has bubblewrap: the code under test is the policy's. The verdict comes over a private socket, and is
 believed only if the nonce, the exit code, the set of test ids and the canaries (tests that must
 fail) all agree. Nothing that the code under test prints is read.
 
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ray.records import Reward, Task
+from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode
 from lightning_ray.tasks.swe.workspace import check_path, is_protected, write_files
 
@@ -148,12 +150,14 @@ def _run(task: Task, folder: str) -> TestRun:
         "canaries": [f"test_{secrets.token_hex(4)}" for _ in range(3)],
     }
     ours, theirs = socket.socketpair()
-    runner = str(Path(__file__).with_name("runner.py"))
+    runner = Path(__file__).with_name("runner.py")
+    python = [Path(sys.base_prefix), Path(sys.prefix)]
+    box = sandbox.prefix(Path(folder), [*python, runner])
     deadline = time.monotonic() + TIME_LIMIT_S
     with ours, tempfile.TemporaryFile() as errors:
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", runner, str(theirs.fileno())],
+                [*box, sys.executable, "-I", "-S", "-B", str(runner), str(theirs.fileno())],
                 cwd=folder,
                 env=_environment(folder),
                 stdin=subprocess.DEVNULL,
