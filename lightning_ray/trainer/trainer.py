@@ -104,7 +104,8 @@ class Trainer:
         is said.
         """
         started = time.monotonic()
-        steps = packing.optimizer_steps(batch.iter_batches(batch_size=None, batch_format="pyarrow"))
+        # Block by block, and not by `iter_batches`: that starts two more processes, which stay.
+        steps = packing.optimizer_steps(ray.get(block) for block in batch.to_arrow_refs())
         if not steps:
             return {"optim/steps": 0.0, "trainer/seconds": time.monotonic() - started}
         prepared = [self._with_references(rows, len(steps) > 1) for rows in steps]
