@@ -44,7 +44,7 @@ MOST_CALLS_PER_SECOND = 2000
 GATEWAY, PROXY, AGENT_LIGHTNING = "lightning_ray", "FastAPI + httpx", "Agent Lightning"
 BARE_SERVE, GENERATOR = "bare Serve replica", "(the generator alone)"
 
-console = Console(width=None if sys.stdout.isatty() else 110)
+console = Console(width=None if sys.stdout.isatty() else 130)
 
 
 @dataclass
