@@ -221,7 +221,7 @@ def test_queued_rollouts_bring_just_the_rollout_pods_that_they_need() -> None:
     config = job()
     harness = {"CPU": config.rollout.cpus}
     demand = [packed(config), *[harness] * config.rollout.concurrency]
-    assert launches(demand) == ({"gpu": 1, "rollout": 2}, 0)  # 32 x 0.25 CPU, 4 CPUs a pod
+    assert launches(demand) == ({"gpu": 1, "rollout": 4}, 0)  # 64 x 0.25 CPU, 4 CPUs a pod
     # 64 pods of 16 harnesses are full; the rest waits.
     assert launches([packed(config), *[harness] * 1030]) == ({"gpu": 1, "rollout": 64}, 6)
 
