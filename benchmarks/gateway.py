@@ -168,34 +168,30 @@ def memory(bench: Bench) -> None:
 
 
 def inflight(bench: Bench) -> None:
-    """How many calls of a slow model are under way. With one of a second, a system must also take
-    all of them within that second."""
-    clients = 256
-    table = Table(title=f"{clients} clients, a slow model", title_justify="left")
-    for column in ("", "a call takes, s", "most in flight", "calls/s", "p99 s"):
+    """How many calls of a model that takes a second are under way."""
+    clients, seconds = 256, 1.0
+    table = Table(title=f"{clients} clients, a model of {seconds:g} s", title_justify="left")
+    for column in ("", "most in flight", "calls/s", "p99 s"):
         table.add_column(column, justify="right" if column else "left")
-    ours = {}
-    for seconds in (1.0, 4.0):
-        for name in bench.names:
-            bench.measure(name, clients, 0.2)
-            here = name in (GATEWAY, BARE_SERVE)
-            if here:
-                ray.get(bench.system.engine.delay.remote(seconds))
-            else:
-                httpx.get(f"{bench.upstream.url}/delay/{seconds}")
-            result = bench.measure(name, clients, 4.0 * seconds)
-            if here:
-                most = ray.get(bench.system.engine.delay.remote(0.0))
-            else:
-                most = int(httpx.get(f"{bench.upstream.url}/most").text)
-                httpx.get(f"{bench.upstream.url}/delay/0")
-            rate, p99 = f"{result.rate:.0f}", f"{result.quantile(0.99) / 1000:.2f}"
-            table.add_row(name, f"{seconds:g}", str(most), rate, p99)
-            if name == GATEWAY:
-                ours[seconds] = most
+    for name in bench.names:
+        bench.measure(name, clients, 0.2)
+        here = name in (GATEWAY, BARE_SERVE)
+        if here:
+            ray.get(bench.system.engine.delay.remote(seconds))
+        else:
+            httpx.get(f"{bench.upstream.url}/delay/{seconds}")
+        result = bench.measure(name, clients, 4.0)
+        if here:
+            most = ray.get(bench.system.engine.delay.remote(0.0))
+        else:
+            most = int(httpx.get(f"{bench.upstream.url}/most").text)
+            httpx.get(f"{bench.upstream.url}/delay/0")
+        rate, p99 = f"{result.rate:.0f}", f"{result.quantile(0.99) / 1000:.2f}"
+        table.add_row(name, str(most), rate, p99)
+        if name == GATEWAY:
+            ours = most
     console.print(table)
-    for seconds, most in ours.items():
-        say(f"calls in flight, a model of {seconds:g} s", most, clients)
+    say("calls in flight", ours, clients)
 
 
 def turns(bench: Bench) -> None:
