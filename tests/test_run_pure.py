@@ -91,7 +91,7 @@ def test_ids_of_a_group_depend_on_the_lineage_that_samples_it_and_its_task_on_th
         group = Group(place, data.group_name(place, PolicyVersion(lineage, 2)))
         return data.training_specs(tasks, group, [f"{group.group_id}-r{k}" for k in range(4)], 0, 3)
 
-    one, again, other, more = specs(4, "aa"), specs(4, "aa"), specs(4, "bb"), specs(5, "aa")
+    one, again, other, more = specs(3, "aa"), specs(3, "aa"), specs(3, "bb"), specs(4, "aa")
     assert one == again
     assert not {s.rollout_id for s in one} & {s.rollout_id for s in [*other, *more]}
     assert [s.task for s in one] == [s.task for s in other] != [s.task for s in more]
