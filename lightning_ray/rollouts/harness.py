@@ -232,18 +232,25 @@ def readable(recipe: Recipe, venv: Path | None, path: str) -> list[Path]:
     Raises:
         RecipeError: `pkg:` names a file that is not there.
     """
-    found = [Path(sys.base_prefix), *([venv] if venv else [])]
+    found = [Path(sys.base_prefix)]
+    found += [venv, _interpreter(venv)] if venv else []
     if any("recipe_dir" in _names(text) for _, text in recipe._texts()):
         found.append(Path(recipe.recipe_dir))
     for text in recipe.command:
         if text.startswith("/"):
             # The whole of a virtual environment whose interpreter it is.
             of_venv = Path(text).parent.parent
-            found.append(of_venv if (of_venv / "pyvenv.cfg").exists() else Path(text))
+            is_venv = (of_venv / "pyvenv.cfg").exists()
+            found += [of_venv, _interpreter(of_venv)] if is_venv else [Path(text)]
         elif text.startswith(_PACKAGE_FILE):
             found.append(Path(_package_file(text)))
     programs = [shutil.which(name, path=path) for name in (recipe.command[0], "node")]
     return [*found, *(Path(program) for program in programs if program)]
+
+
+def _interpreter(venv: Path) -> Path:
+    """Where the Python is installed that a virtual environment was made with."""
+    return (venv / "bin" / "python").resolve().parents[1]
 
 
 def fill(text: str, values: Values) -> str:
