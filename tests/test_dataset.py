@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import psutil
 import pytest
@@ -58,7 +56,7 @@ def test_a_run_of_ten_thousand_rollouts_streams_through_a_small_object_store(tmp
     config = RunConfig()
     made = batch.build(*one_step(), config, advantages.estimator(config.algorithm))
     for step in range(1, STEPS + 1):
-        dataset.write(replace(made), tmp_path, step)
+        dataset.write(made, tmp_path, step)
     whole = STEPS * made.table.nbytes
     assert whole > 2 * STORE_BYTES  # what would not fit
     ray.init(

@@ -64,7 +64,6 @@ class Run:
         self._version = PolicyVersion(self._lineage, 0)
         self._position = self._plan.first()
         self._ancestry: tuple[PolicyVersion, ...] = ()
-        self._harvest: Harvest
         self._batch: Batch
         self._consumed: tuple[str, ...] = ()
         # When the gate closed, the engines were drained, a harvest was taken.
