@@ -58,8 +58,8 @@ class Taken:
 
 @dataclass
 class Groups:
-    """See the module. `next_place` is the first place of the task order that no group has; `pending`
-    are the groups that a resumed run begins with."""
+    """See the module. `next_place` is the first place of the task order that no group has;
+    `pending` are the groups that a resumed run begins with."""
 
     limits: Limits
     next_place: int = 0
