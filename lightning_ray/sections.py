@@ -67,6 +67,18 @@ class RunSection(Section):
         description="Longest wait for the rollouts of one step before the "
         "run stops with a diagnosis.",
     )
+    wait_timeout_s: float = Field(
+        3600,
+        gt=0,
+        description="Longest wait for any other answer of a process (an engine, the trainer, the "
+        "controller, the store) before it counts as lost.",
+    )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="Times that a run which lost a process goes on by itself from its last "
+        "checkpoint, without a checkpoint in between. 0: it stops.",
+    )
     max_infrastructure_faults: float = Field(
         0.5,
         gt=0,
@@ -132,6 +144,12 @@ class EngineSection(Section):
         description="Skip compilation and CUDA graphs. Default: true on a CPU, false on a GPU.",
     )
     threads: int = Field(2, ge=1, description="OpenMP threads of an engine on a CPU (CPU only).")
+    restart_timeout_s: float = Field(
+        240,
+        ge=0,
+        description="How long a model call waits, while no engine runs, for one that is started "
+        "again; then it is answered 503.",
+    )
     verify_sync: bool = Field(
         False,
         description="After each weight sync compare the engine's checksum with the trainer's.",

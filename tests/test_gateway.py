@@ -17,7 +17,8 @@ from lightning_ray.records import Outcome, Reward
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory):
-    running = Running(tmp_path_factory.mktemp("gateway"), [["hello", CALL, "plain"], ["spare"]])
+    scripts = [["hello", CALL, "plain"], ["spare"]]
+    running = Running(tmp_path_factory.mktemp("gateway"), scripts, "engine.restart_timeout_s=1")
     running.start()
     yield running
     deploy.stop()

@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
+from lightning_ray import metrics
 from lightning_ray.run.checkpoint import Checkpoints
 from lightning_ray.tasks.swe import embedded
 
+ROOT = Path(__file__).parents[1]
 # Seconds for one run of the tiny model; four times what two busy cores need.
 PATIENCE = 600
 
@@ -45,40 +49,53 @@ def command(run_dir: Path, *overrides: str) -> list[str]:
     ]
 
 
-def metrics(run_dir: Path) -> list[dict]:
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory, request):
-    """A run of two steps that was killed after its first checkpoint and started again."""
-    root = Path(__file__).parents[1]
+    """A run of two steps that was killed after its first checkpoint and started again, and then
+    lost a trainer rank and, when it had gone on, its controller."""
     run_dir = tmp_path_factory.mktemp("run") / "run"
-    log = (run_dir.parent / "first.log").open("w")
-    first = subprocess.Popen(
-        command(run_dir, "run.steps=2"), cwd=root, stdout=log, stderr=subprocess.STDOUT
-    )
-    deadline = time.monotonic() + PATIENCE
-    while not metrics(run_dir):
-        assert first.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()
-        time.sleep(0.2)
+    first, log = start(run_dir, "first.log")
+    wait_for(first, log, lambda: Checkpoints(run_dir, keep=2).latest())
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     saved = Checkpoints(run_dir, keep=2).latest()
-    second = subprocess.run(
-        command(run_dir, "run.steps=2"), cwd=root, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert second.returncode == 0, second.stdout + second.stderr
-    return run_dir, saved, second.stdout
+    second, log = start(run_dir, "second.log")
+    for number, victim in enumerate(("ray::PolicyWorker", "ray::RolloutController")):
+        wait_for(second, log, lambda n=number: log.read_text().count("| collect") > n)
+        process_of(second.pid, victim).kill()
+        lost = f"going on from the last checkpoint, try {number + 1} of 3"
+        wait_for(second, log, lambda lost=lost: lost in log.read_text())
+        log.write_text("")
+    assert second.wait(PATIENCE) == 0, log.read_text()
+    return run_dir, saved, log.read_text()
+
+
+def start(run_dir: Path, name: str) -> tuple[subprocess.Popen[bytes], Path]:
+    log = run_dir.parent / name
+    with log.open("a") as file:
+        argv = command(run_dir, "run.steps=2")
+        return subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file), log
+
+
+def wait_for(run: subprocess.Popen[bytes], log: Path, what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        assert run.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+
+
+def process_of(parent: int, name: str) -> psutil.Process:
+    for process in psutil.Process(parent).children(recursive=True):
+        if process.cmdline() and process.cmdline()[0].startswith(name):
+            return process
+    raise LookupError(f"no process of {parent} is called {name}")
 
 
 def test_a_killed_run_goes_on_with_the_same_weights_and_trains_each_step_once(killed_and_resumed):
     run_dir, (_, state), output = killed_and_resumed
     # The driver compares the checksum of the restored weights with the one in the checkpoint.
     assert f"resuming at step {state.version.step}" in output
-    assert [row["step"] for row in metrics(run_dir)] == [1, 2]
+    assert [row["step"] for row in metrics.read(run_dir)] == [1, 2]
     _, last = Checkpoints(run_dir, keep=2).latest()
     assert last.version.step == 2
     assert last.checksum != state.checksum
@@ -89,7 +106,7 @@ def test_a_killed_run_goes_on_with_the_same_weights_and_trains_each_step_once(ki
 
 def test_every_sampled_token_is_accounted_for_and_the_numbers_are_there(killed_and_resumed):
     run_dir, _, _ = killed_and_resumed
-    for row in metrics(run_dir):
+    for row in metrics.read(run_dir):
         fates = [v for k, v in row.items() if k.startswith("ledger/") and k != "ledger/sampled"]
         assert row["ledger/sampled"] == sum(fates) > 0
         assert row["rollouts/finished"] == 8
@@ -133,7 +150,7 @@ def test_an_evaluation_reports_base_and_trained_weights_and_goes_on_where_it_was
     for _ in range(2):  # the second time every rollout is there already
         done = subprocess.run(
             evaluate,
-            cwd=Path(__file__).parents[1],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=PATIENCE,
@@ -179,7 +196,7 @@ def test_a_taken_port_is_one_line(tmp_path):
         port = taken.getsockname()[1]
         done = subprocess.run(
             command(tmp_path / "run", f"gateway.port={port}"),
-            cwd=Path(__file__).parents[1],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=PATIENCE,

@@ -113,7 +113,10 @@ class GatewayDeployment:
         self._most_bytes = config.gateway.max_body_mib << 20
         self._operator = Operator(config, store)
         self._service = Service(
-            config, Renderer(model_dir, config.model), EnginePool(engines), store
+            config,
+            Renderer(model_dir, config.model),
+            EnginePool(engines, config.engine.restart_timeout_s),
+            store,
         )
 
     def __serve_build_asgi_app__(self) -> Dispatch:

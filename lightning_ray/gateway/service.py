@@ -110,11 +110,8 @@ class Service:
             )
             assert making is not None
             return await self._deliver(dialect, request, making, arrived)
-        except AttemptOver as error:
-            raise ApiError(410, f"Attempt {attempt_id} has ended.", code="attempt_over") from error
-        except ray.exceptions.RayActorError as error:
-            log.warning("the store did not answer a call of %s: %s", attempt_id, error)
-            raise ApiError(503, "The store is starting again.", code="unavailable") from error
+        except (AttemptOver, ray.exceptions.RayActorError) as error:
+            raise _answer_to(error) from error
 
     async def count(
         self,
@@ -239,11 +236,12 @@ class Service:
             seqs = await self._record((calls, claim_id))
         except BaseException as error:
             self._tell(self._store.drop_call.remote(attempt_id, claim_id))
-            if isinstance(error, NoEngine | OSError):
-                await self._store.record_fault.remote(attempt_id, 503)
-                raise ApiError(503, f"Try again: {error}", code="unavailable") from error
             if isinstance(error, ValueError):
                 raise ApiError(400, f"The engine refuses this request: {error}") from error
+            if isinstance(error, Exception) and not isinstance(error, ApiError | AttemptOver):
+                self._tell(self._store.record_fault.remote(attempt_id, 503))
+            if isinstance(error, NoEngine | OSError):
+                raise ApiError(503, f"Try again: {error}", code="unavailable") from error
             raise
         # Else the store would send them back with the next request.
         memory.learn([replace(call, seq=seq) for call, seq in zip(calls, seqs, strict=True)])
@@ -337,10 +335,8 @@ class Service:
                 await asyncio.wait([making.task], timeout=KEEPALIVE_S)
             try:
                 answer = await making.answer()
-            except AttemptOver:
-                yield dialect.failure(request, making.head, ApiError(410, "The attempt is over."))
-            except ApiError as error:
-                yield dialect.failure(request, making.head, error)
+            except Exception as error:
+                yield dialect.failure(request, making.head, _answer_to(error))
             else:
                 for event in dialect.finish(request, answer):
                     yield event
@@ -384,3 +380,17 @@ class Service:
             paused = self._paused_since or time.monotonic()
             self._paused_since = None if is_open else paused
             await asyncio.sleep(LIFE_S)
+
+
+def _answer_to(error: Exception) -> ApiError:
+    """What a client is told of an exception that ended its call."""
+    match error:
+        case ApiError():
+            return error
+        case AttemptOver():
+            return ApiError(410, "The attempt has ended.", code="attempt_over")
+        case ray.exceptions.RayActorError():
+            log.warning("the store did not answer a call: %s", error)
+            return ApiError(503, "The store is starting again.", code="unavailable")
+    log.error("a call failed", exc_info=error)
+    return ApiError(500, "An error in the gateway; its log has more.", code="internal_error")

@@ -97,6 +97,12 @@ def descendants() -> dict[int, int]:
     return found
 
 
+def kills() -> int:
+    """How many processes the kernel has killed since it started, for want of memory."""
+    with open("/proc/vmstat") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+
+
 def _free(folder: str) -> int:
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize + disk.f_favail * _INODE_BYTES

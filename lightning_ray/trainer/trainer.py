@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -53,6 +54,9 @@ WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
+    # Activations and gradients go back to the system when they are freed; by default the C library
+    # keeps what is below 32 MB.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
 }
 # What of a model folder is weights, which `save_hf` replaces.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
@@ -61,6 +65,10 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.js
 class TrainerDied(RuntimeError):
     """A trainer rank raised or was killed; the group is unusable and its bundles can be used
     again."""
+
+
+class TrainerKilled(TrainerDied):
+    """A trainer rank was killed, or did not answer for run.wait_timeout_s and was."""
 
 
 class Trainer:
@@ -189,8 +197,8 @@ class Trainer:
                 self._group.to("device")
 
     def close(self) -> None:
-        """Ends the ranks."""
-        for worker in self._group.workers:
+        """Ends the ranks, if they have started."""
+        for worker in self._group.workers if hasattr(self, "_group") else ():
             ray.kill(worker)
 
     def _with_references(self, rows: list[PackedRow], several: bool) -> list[PackedRow]:
@@ -253,12 +261,18 @@ class Trainer:
 
     @contextlib.contextmanager
     def _watched(self, doing: str) -> Iterator[None]:
+        # verl's calls wait without a limit; they end when the ranks do.
+        limit = threading.Timer(self._config.run.wait_timeout_s, self.close)
+        limit.daemon = True
+        limit.start()
         try:
             yield
         except ray.exceptions.RayTaskError as error:
             raise TrainerDied(f"a trainer rank raised while {doing}: {error.cause!r}") from error
         except ray.exceptions.RayActorError as error:
-            raise TrainerDied(f"a trainer rank was killed while {doing}: {error}") from error
+            raise TrainerKilled(f"a trainer rank was killed while {doing}: {error}") from error
+        finally:
+            limit.cancel()
 
 
 class _Group(RayWorkerGroup):
