@@ -54,9 +54,6 @@ WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
-    # Activations and gradients go back to the system when they are freed; by default the C library
-    # keeps what is below 32 MB.
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
 }
 # What of a model folder is weights, which `save_hf` replaces.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
