@@ -1,8 +1,8 @@
 """Checkpoints of a run: `checkpoints/step-00004/` with `state.json`, `trainer/` and `hf/`.
 
-A checkpoint is written under a temporary name, made durable, and renamed. Invariants: a folder
-without `.partial` in its name is whole; the best one is never pruned; the weights in it have the
-checksum that its state names.
+A checkpoint is written under a temporary name, made durable, and renamed; one that goes is renamed
+back first. Invariants: a folder without `.partial` in its name is whole; the best one is never
+pruned; the weights in it have the checksum that its state names; reading changes nothing.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class Checkpoints:
     def __init__(self, run_dir: Path, keep: int) -> None:
         self._root, self._keep = run_dir / "checkpoints", keep
         self._root.mkdir(parents=True, exist_ok=True)
-        for left_over in self._root.glob("*.partial"):
-            shutil.rmtree(left_over)
 
     def latest(self) -> tuple[Path, State] | None:
         """The newest whole checkpoint and its state."""
@@ -76,13 +74,15 @@ class Checkpoints:
     def write(self, state: State, fill: Callable[[Path], None]) -> Path:
         """Writes a checkpoint; `fill` puts everything but the state into the folder it is given."""
         final = self._root / f"step-{state.position.step:05d}"
+        for left_over in self._root.glob("*.partial"):
+            shutil.rmtree(left_over)
         partial = final.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         fill(partial)
         (partial / "state.json").write_text(state.to_json())
         _fsync_tree(partial)
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            _delete(final, ".old.partial")
         partial.rename(final)
         fsync(self._root)
         self._prune()
@@ -95,7 +95,9 @@ class Checkpoints:
         if best is None or score >= best[1]:
             temporary = self._root / "best.tmp"
             temporary.write_text(json.dumps({"step": step, "score": score}))
+            fsync(temporary)
             temporary.replace(self._root / "best.json")
+            fsync(self._root)
             self._prune()
 
     def best(self) -> tuple[Path, float] | None:
@@ -114,7 +116,12 @@ class Checkpoints:
         best = self.best()
         for folder in self._folders()[: -self._keep]:
             if best is None or folder != best[0]:
-                shutil.rmtree(folder)
+                _delete(folder, ".partial")
+
+
+def _delete(folder: Path, suffix: str) -> None:
+    """Removes a folder, which at no moment is there in part."""
+    shutil.rmtree(folder.rename(folder.with_suffix(suffix)))
 
 
 def _fsync_tree(folder: Path) -> None:
