@@ -8,45 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 
-import psutil
 import pytest
+from runs import PATIENCE, ROOT, command, process_of, start, wait_for
 
 from lightning_ray import metrics
 from lightning_ray.run.checkpoint import Checkpoints
 from lightning_ray.tasks.swe import embedded
-
-ROOT = Path(__file__).parents[1]
-# Seconds for one run of the tiny model; four times what two busy cores need.
-PATIENCE = 600
-
-
-def command(run_dir: Path, *overrides: str) -> list[str]:
-    return [
-        sys.executable,
-        "jobs/train_swe.py",
-        f"run.dir={run_dir}",
-        "model.path=tiny",
-        "model.max_model_len=512",
-        "trainer.ranks=2",
-        "trainer.threads=1",
-        "trainer.micro_batch_tokens=1024",
-        "engine.threads=1",
-        "run.groups_per_step=2",
-        # Collocated async: a group is carried over, its calls are interrupted.
-        "run.groups_in_flight=3",
-        "run.drain_s=0",
-        "run.checkpoint_every=1",
-        "rollout.n=4",
-        "rollout.concurrency=4",
-        "task.validation=null",
-        "gateway.port=0",
-        "tracking.backends=[]",
-        *overrides,
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -54,41 +22,21 @@ def killed_and_resumed(tmp_path_factory, request):
     """A run of two steps that was killed after its first checkpoint and started again, and then
     lost a trainer rank and, when it had gone on, its controller."""
     run_dir = tmp_path_factory.mktemp("run") / "run"
-    first, log = start(run_dir, "first.log")
+    log = run_dir.parent / "log"
+    first = start(run_dir, log, "run.steps=2")
     wait_for(first, log, lambda: Checkpoints(run_dir, keep=2).latest())
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     saved = Checkpoints(run_dir, keep=2).latest()
-    second, log = start(run_dir, "second.log")
+    log = run_dir.parent / "second.log"
+    second = start(run_dir, log, "run.steps=2")
     for number, victim in enumerate(("ray::PolicyWorker", "ray::RolloutController")):
-        wait_for(second, log, lambda n=number: log.read_text().count("| collect") > n)
+        said = f"going on from the last checkpoint, try {number} of 3"
+        wait_for(second, log, lambda said=said: "| collect" in log.read_text().rpartition(said)[2])
         process_of(second.pid, victim).kill()
-        lost = f"going on from the last checkpoint, try {number + 1} of 3"
-        wait_for(second, log, lambda lost=lost: lost in log.read_text())
-        log.write_text("")
+    wait_for(second, log, lambda: "try 2 of 3" in log.read_text())
     assert second.wait(PATIENCE) == 0, log.read_text()
     return run_dir, saved, log.read_text()
-
-
-def start(run_dir: Path, name: str) -> tuple[subprocess.Popen[bytes], Path]:
-    log = run_dir.parent / name
-    with log.open("a") as file:
-        argv = command(run_dir, "run.steps=2")
-        return subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file), log
-
-
-def wait_for(run: subprocess.Popen[bytes], log: Path, what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not what():
-        assert run.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.2)
-
-
-def process_of(parent: int, name: str) -> psutil.Process:
-    for process in psutil.Process(parent).children(recursive=True):
-        if process.cmdline() and process.cmdline()[0].startswith(name):
-            return process
-    raise LookupError(f"no process of {parent} is called {name}")
 
 
 def test_a_killed_run_goes_on_with_the_same_weights_and_trains_each_step_once(killed_and_resumed):
