@@ -61,6 +61,11 @@ class RunSection(Section):
     keep_checkpoints: int = Field(
         2, ge=1, description="Newest checkpoints kept; the best is kept too."
     )
+    storage: str | None = Field(
+        None,
+        description="Where the checkpoints are copied to, and fetched from by a machine that has "
+        "none: a path, or a URL that pyarrow or fsspec knows (s3://..., gs://...).",
+    )
     collect_timeout_s: float = Field(
         7200,
         gt=0,

@@ -135,6 +135,21 @@ def test_every_token_of_a_run_can_be_explained(killed_and_resumed, capsys):
     assert entry["fate"] in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_ranks(killed_and_resumed):
+    run_dir, _, _ = killed_and_resumed
+    log = run_dir.parent / "one_rank.log"
+    # It compares the checksum of the weights with the checkpoint's before it goes on.
+    assert start(run_dir, log, "run.steps=3", "trainer.ranks=1").wait(PATIENCE) == 0, (
+        log.read_text()
+    )
+    said = log.read_text()
+    assert "was written with trainer.ranks=2: the weights go on with 1" in said
+    assert "resuming at step 2" in said
+    _, state = Checkpoints(run_dir, keep=2).latest()
+    assert state.version.step == 3
+
+
 def test_a_taken_port_is_one_line(tmp_path):
     import socket
 

@@ -2,7 +2,8 @@
 
 A checkpoint is written under a temporary name, made durable, and renamed; one that goes is renamed
 back first. Invariants: a folder without `.partial` in its name is whole; the best one is never
-pruned; the weights in it have the checksum that its state names; reading changes nothing.
+pruned; the weights in it have the checksum that its state names; reading changes nothing. With
+`storage`, all of them are copied there too, in the background (`storage.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from lightning_ray.records import PolicyVersion
 from lightning_ray.run.cycle import Phase, Position
 from lightning_ray.run.groups import Group
+from lightning_ray.run.storage import BEST, STATE, Mirror
 from lightning_ray.store.log import fsync
 
 
@@ -58,28 +60,45 @@ class State:
 
 
 class Checkpoints:
-    """The checkpoints of the run in `run_dir`."""
+    """The checkpoints of the run in `run_dir`. `storage` is the path or URL of a copy.
 
-    def __init__(self, run_dir: Path, keep: int) -> None:
+    Raises:
+        ConfigError: no file system is known for the URL.
+        OSError: from `fetch`, `write`, `mark_best` and `settle`, if the storage refused.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, storage: str | None = None) -> None:
         self._root, self._keep = run_dir / "checkpoints", keep
+        self._mirror = Mirror(storage) if storage else None
         self._root.mkdir(parents=True, exist_ok=True)
+
+    def fetch(self, say: Callable[[str], None]) -> None:
+        """Brings the checkpoints of the storage here, if there are none here."""
+        if self._mirror and self.latest() is None:
+            self._mirror.fetch(self._root, say)
+
+    def settle(self) -> None:
+        """Returns when the storage has what is here. Before anything here is removed, too."""
+        if self._mirror:
+            self._mirror.wait()
 
     def latest(self) -> tuple[Path, State] | None:
         """The newest whole checkpoint and its state."""
         folders = self._folders()
         if not folders:
             return None
-        return folders[-1], State.from_json((folders[-1] / "state.json").read_text())
+        return folders[-1], State.from_json((folders[-1] / STATE).read_text())
 
     def write(self, state: State, fill: Callable[[Path], None]) -> Path:
         """Writes a checkpoint; `fill` puts everything but the state into the folder it is given."""
+        self.settle()
         final = self._root / f"step-{state.position.step:05d}"
         for left_over in self._root.glob("*.partial"):
             shutil.rmtree(left_over)
         partial = final.with_suffix(".partial")
         partial.mkdir()
         fill(partial)
-        (partial / "state.json").write_text(state.to_json())
+        (partial / STATE).write_text(state.to_json())
         _fsync_tree(partial)
         if final.exists():
             _delete(final, ".old.partial")
@@ -96,13 +115,14 @@ class Checkpoints:
             temporary = self._root / "best.tmp"
             temporary.write_text(json.dumps({"step": step, "score": score}))
             fsync(temporary)
-            temporary.replace(self._root / "best.json")
+            temporary.replace(self._root / BEST)
             fsync(self._root)
+            self.settle()
             self._prune()
 
     def best(self) -> tuple[Path, float] | None:
         """The best validated checkpoint and its score."""
-        pointer = self._root / "best.json"
+        pointer = self._root / BEST
         if not pointer.exists():
             return None
         data = json.loads(pointer.read_text())
@@ -110,13 +130,15 @@ class Checkpoints:
         return (folder, data["score"]) if folder.exists() else None
 
     def _folders(self) -> list[Path]:
-        return sorted(path.parent for path in self._root.glob("step-?????/state.json"))
+        return sorted(path.parent for path in self._root.glob(f"step-?????/{STATE}"))
 
     def _prune(self) -> None:
         best = self.best()
         for folder in self._folders()[: -self._keep]:
             if best is None or folder != best[0]:
                 _delete(folder, ".partial")
+        if self._mirror:
+            self._mirror.update(self._root, self._folders())
 
 
 def _delete(folder: Path, suffix: str) -> None:

@@ -34,7 +34,7 @@ from lightning_ray.run.waiting import RunError
 from lightning_ray.samples import batch, dataset, staleness
 from lightning_ray.samples.batch import Batch
 from lightning_ray.trainer import advantages
-from lightning_ray.trainer.trainer import Trainer
+from lightning_ray.trainer.trainer import Trainer, ranks_of
 
 
 class Run:
@@ -98,13 +98,17 @@ class Run:
             self._show("starting", note="store")
             self._stack.open_store()
             self._remember_config()
-            self._checkpoints = Checkpoints(self.run_dir, self._config.run.keep_checkpoints)
+            self._checkpoints = Checkpoints(
+                self.run_dir, self._config.run.keep_checkpoints, self._config.run.storage
+            )
+            self._checkpoints.fetch(self._say)
             self._metrics = MetricsLog(self.run_dir, self._config)
             self._show("starting", note="placement group")
             bundles = reserve(self._config)
             self._start(bundles)
             while self._position.phase is not Phase.DONE:
                 self._do(self._position)
+            self._checkpoints.settle()
             return ending.keep_model(self.run_dir, self._checkpoints)
         finally:
             self._show("stopping")
@@ -119,8 +123,15 @@ class Run:
             if bundles.device is Device.CPU:
                 serving = background.submit(self._stack.start, bundles, self._version)
             self._show("starting", note="trainer, engine and gateway")
-            self._trainer = Trainer(self._config, self._model_dir, bundles, self._config.run.steps)
-            resumed = self._restore()
+            found = self._checkpoints.latest()
+            self._trainer = Trainer(
+                self._config,
+                self._model_dir,
+                bundles,
+                self._config.run.steps,
+                self._weights(found[0]) if found else None,
+            )
+            resumed = self._restore(found)
             self._trainer.sleep()
             # On a GPU the trainer first: vLLM measures the memory that is left when it starts.
             serving = serving or background.submit(self._stack.start, bundles, self._version)
@@ -271,14 +282,35 @@ class Run:
             )
         path.write_text(dump(self._config))
 
-    def _restore(self) -> bool:
+    def _weights(self, checkpoint: Path) -> Path | None:
+        """The model folder of a checkpoint that another number of ranks wrote, whose weights the
+        trainer starts from; None: it loads the checkpoint itself.
+
+        Raises:
+            RunError: the base model is needed besides (for the KL term, or below LoRA's adapters).
+        """
+        now, before = self._config.trainer.ranks, ranks_of(checkpoint / "trainer")
+        if now == before:
+            return None
+        if self._config.algorithm.kl or self._config.model.lora_rank:
+            raise RunError(
+                f"{checkpoint} was written with trainer.ranks={before}, not {now}, and with "
+                "algorithm.kl or model.lora_rank that number cannot change"
+            )
+        self._say(
+            f"{checkpoint} was written with trainer.ranks={before}: the weights go on with {now}, "
+            "the optimizer's moments and its warm-up start anew"
+        )
+        return checkpoint / "hf"
+
+    def _restore(self, found: tuple[Path, State] | None) -> bool:
         """Goes back to the last checkpoint; False if there is none."""
-        found = self._checkpoints.latest()
         if found is None:
             self._metrics.truncate(-1)
             return False
         folder, state = found
-        self._trainer.load(folder / "trainer")
+        if ranks_of(folder / "trainer") == self._config.trainer.ranks:
+            self._trainer.load(folder / "trainer")
         self._version, self._position = state.version, self._plan.resumed(state.position)
         self._consumed = state.consumed
         self._collection.resume(state.next_place, state.pending)

@@ -73,20 +73,26 @@ class Trainer:
 
     Args:
         config: the run's.
-        model_dir: Hugging Face folder with the weights to start from.
+        model_dir: Hugging Face folder of the base model.
         bundles: where the ranks live.
         total_steps: optimizer batches of the whole run.
+        weights: Hugging Face folder with other weights to start from.
 
     Raises:
         TrainerDied: from every method, when a rank raised or was killed.
     """
 
     def __init__(
-        self, config: RunConfig, model_dir: Path, bundles: Bundles, total_steps: int
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        bundles: Bundles,
+        total_steps: int,
+        weights: Path | None = None,
     ) -> None:
         self._config, self._model_dir = config, model_dir
         self._ranks, self._gpu = config.trainer.ranks, bundles.device is Device.GPU
-        settings = _worker_config(config, model_dir, total_steps, self._gpu)
+        settings = _worker_config(config, weights or model_dir, total_steps, self._gpu)
         with self._watched("starting"):
             self._group = _Group(
                 resource_pool=bundles.trainer_pool(self._ranks),
@@ -147,18 +153,7 @@ class Trainer:
             self._group.save_checkpoint(str(folder.absolute()))
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote.
-
-        Raises:
-            ValueError: the folder is no checkpoint of this many ranks.
-        """
-        if not (folder / f"model_world_size_{self._ranks}_rank_0.pt").exists():
-            there = sorted(path.name for path in folder.glob("model_world_size_*"))
-            raise ValueError(
-                f"{folder} has no checkpoint of {self._ranks} trainer ranks (it has "
-                f"{there or 'nothing'}); set trainer.ranks to the number it was written with, or "
-                "start from an exported model"
-            )
+        """Restores what `save` wrote with as many ranks (`ranks_of`)."""
         with self._watched("loading a checkpoint"):
             self._group.load_checkpoint(str(folder.absolute()))
 
@@ -270,6 +265,12 @@ class Trainer:
             raise TrainerKilled(f"a trainer rank was killed while {doing}: {error}") from error
         finally:
             limit.cancel()
+
+
+def ranks_of(folder: Path) -> int:
+    """How many ranks wrote a checkpoint (`Trainer.save`)."""
+    [first] = folder.glob("model_world_size_*_rank_0.pt")
+    return int(first.name.split("_")[3])
 
 
 class _Group(RayWorkerGroup):
