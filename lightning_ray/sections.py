@@ -382,7 +382,14 @@ class AlgorithmSection(Section):
 
 class TrainerSection(Section):
     ranks: int = Field(1, ge=1, description="Data-parallel trainer ranks, one per bundle.")
-    strategy: Literal["fsdp2"] = Field("fsdp2", description="verl training engine.")
+    strategy: Literal["fsdp2", "megatron"] = Field(
+        "fsdp2", description="verl training engine. megatron needs its own packages."
+    )
+    megatron: dict[str, int | float | bool | str | None] = Field(
+        default_factory=dict,
+        description="Settings of verl's Megatron engine (McoreEngineConfig), such as "
+        "tensor_model_parallel_size or expert_model_parallel_size.",
+    )
     lr: float = Field(1e-6, gt=0, description="Learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     weight_decay: float = Field(0.0, ge=0, description="Weight decay of AdamW.")

@@ -20,7 +20,7 @@ from lightning_ray.engine.weights import checksum
 from lightning_ray.placement import Device, reserve
 from lightning_ray.samples import dataset
 from lightning_ray.samples.batch import ROW_SCHEMA
-from lightning_ray.trainer.trainer import Trainer, TrainerDied, ranks_of
+from lightning_ray.trainer.trainer import Trainer, TrainerDied
 
 pytestmark = pytest.mark.slow
 
@@ -193,7 +193,6 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(
     assert again["optim/grad_norm"] == metrics["optim/grad_norm"]
     assert resumed.export(tmp_path / "b.safetensors") == expected
     assert checksum(load_file(tmp_path / "b.safetensors")) == expected
-    assert ranks_of(tmp_path / "checkpoint") == 1
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])

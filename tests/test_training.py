@@ -31,8 +31,12 @@ def killed_and_resumed(tmp_path_factory, request):
     log = run_dir.parent / "second.log"
     second = start(run_dir, log, "run.steps=2")
     for number, victim in enumerate(("ray::PolicyWorker", "ray::RolloutController")):
-        said = f"going on from the last checkpoint, try {number} of 3"
-        wait_for(second, log, lambda said=said: "| collect" in log.read_text().rpartition(said)[2])
+
+        def collects(number: int = number) -> bool:
+            lives = log.read_text().split("going on from the last checkpoint")
+            return len(lives) == number + 1 and "| collect" in lives[-1]
+
+        wait_for(second, log, collects)
         process_of(second.pid, victim).kill()
     wait_for(second, log, lambda: "try 2 of 3" in log.read_text())
     assert second.wait(PATIENCE) == 0, log.read_text()

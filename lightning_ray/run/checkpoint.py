@@ -26,7 +26,8 @@ class State:
     """What a run resumes from. `position` is what comes next; `checksum` is that of the exported
     weights; `next_place` is the first place of the task order that no group has; `pending` are the
     groups in flight, `consumed` the ids of those that the last update took; `ancestry` are the last
-    versions of earlier lineages whose weights these ones come from."""
+    versions of earlier lineages whose weights these ones come from; `ranks` is how many wrote the
+    trainer's part."""
 
     position: Position
     version: PolicyVersion
@@ -35,6 +36,7 @@ class State:
     consumed: tuple[str, ...] = ()
     pending: tuple[Group, ...] = ()
     ancestry: tuple[PolicyVersion, ...] = ()
+    ranks: int = 1
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -51,6 +53,7 @@ class State:
             tuple(data["consumed"]),
             tuple(Group(**group) for group in data["pending"]),
             tuple(PolicyVersion(**version) for version in data["ancestry"]),
+            data["ranks"],
         )
 
     def descends_from(self, version: PolicyVersion) -> bool:

@@ -34,7 +34,7 @@ from lightning_ray.run.waiting import RunError
 from lightning_ray.samples import batch, dataset, staleness
 from lightning_ray.samples.batch import Batch
 from lightning_ray.trainer import advantages
-from lightning_ray.trainer.trainer import Trainer, ranks_of
+from lightning_ray.trainer.trainer import Trainer
 
 
 class Run:
@@ -129,7 +129,7 @@ class Run:
                 self._model_dir,
                 bundles,
                 self._config.run.steps,
-                self._weights(found[0]) if found else None,
+                self._weights(*found) if found else None,
             )
             resumed = self._restore(found)
             self._trainer.sleep()
@@ -230,6 +230,7 @@ class Run:
             self._consumed,
             self._collection.pending,
             self._ancestry,
+            self._config.trainer.ranks,
         )
 
     def _fill_checkpoint(self, folder: Path) -> None:
@@ -282,14 +283,14 @@ class Run:
             )
         path.write_text(dump(self._config))
 
-    def _weights(self, checkpoint: Path) -> Path | None:
+    def _weights(self, checkpoint: Path, state: State) -> Path | None:
         """The model folder of a checkpoint that another number of ranks wrote, whose weights the
         trainer starts from; None: it loads the checkpoint itself.
 
         Raises:
             RunError: the base model is needed besides (for the KL term, or below LoRA's adapters).
         """
-        now, before = self._config.trainer.ranks, ranks_of(checkpoint / "trainer")
+        now, before = self._config.trainer.ranks, state.ranks
         if now == before:
             return None
         if self._config.algorithm.kl or self._config.model.lora_rank:
@@ -309,7 +310,7 @@ class Run:
             self._metrics.truncate(-1)
             return False
         folder, state = found
-        if ranks_of(folder / "trainer") == self._config.trainer.ranks:
+        if state.ranks == self._config.trainer.ranks:
             self._trainer.load(folder / "trainer")
         self._version, self._position = state.version, self._plan.resumed(state.position)
         self._consumed = state.consumed
