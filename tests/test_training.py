@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from runs import PATIENCE, ROOT, command, process_of, start, wait_for
+from runs import PATIENCE, ROOT, command, kill, start, wait_for
 
 from lightning_ray import metrics
 from lightning_ray.run.checkpoint import Checkpoints
@@ -37,7 +37,7 @@ def killed_and_resumed(tmp_path_factory, request):
             return len(lives) == number + 1 and "| collect" in lives[-1]
 
         wait_for(second, log, collects)
-        process_of(second.pid, victim).kill()
+        kill(second, log, victim)
     wait_for(second, log, lambda: "try 2 of 3" in log.read_text())
     assert second.wait(PATIENCE) == 0, log.read_text()
     return run_dir, saved, log.read_text()

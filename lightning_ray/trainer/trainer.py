@@ -256,7 +256,7 @@ class Trainer:
         except ray.exceptions.RayTaskError as error:
             raise TrainerDied(f"a trainer rank raised while {doing}: {error.cause!r}") from error
         except ray.exceptions.RayActorError as error:
-            raise TrainerKilled(f"a trainer rank was killed while {doing}: {error}") from error
+            raise TrainerKilled(f"a trainer rank was killed while {doing}") from error
         finally:
             limit.cancel()
 
