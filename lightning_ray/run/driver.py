@@ -91,7 +91,8 @@ class Run:
         )
         try:
             self._show("starting", note="store")
-            self._stack.open_store()
+            if note := self._stack.open_store():
+                self._say(note)
             self._remember_config()
             self._checkpoints = Checkpoints(self.run_dir, self._config.run.keep_checkpoints)
             self._metrics = MetricsLog(self.run_dir, self._config)
@@ -318,7 +319,7 @@ class Run:
 
     def _progress(self, done: Sequence[FinishedRollout], status: ControllerStatus) -> None:
         self._view = with_counts(self._view, done, status)
-        self._show(self._position.phase)
+        self._show(self._position.phase, note=self._stack.trouble)
 
     def _show(self, phase: str, note: str = "") -> None:
         left = None

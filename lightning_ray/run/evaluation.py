@@ -53,7 +53,8 @@ def evaluate(
     stack.pointer.parent.mkdir(parents=True, exist_ok=True)
     bundles = None
     try:
-        stack.open_store()
+        if note := stack.open_store():
+            console.print(note)
         bundles = reserve(config)
         stack.start(bundles, BASE)
         scores = []
@@ -66,7 +67,7 @@ def evaluate(
             def progress(
                 done: Sequence[FinishedRollout], status: ControllerStatus, view: View = view
             ) -> None:
-                console.update(with_counts(view, done, status))
+                console.update(with_counts(replace(view, note=stack.trouble), done, status))
 
             specs = data.validation_specs(tasks, version, samples)
             rollouts = stack.collect(specs, progress)

@@ -49,17 +49,26 @@ class Stack:
         self.engines: list[Any] = []
         self._controller: Any = None
         self._serving = False
+        self.trouble = ""  # why the store does not write
         self._awaited: set[str] = set()  # rollouts that run
         self._results: dict[str, FinishedRollout] = {}  # ended, and taken by nobody yet
 
-    def open_store(self) -> None:
-        """Opens the run's store and ends what a killed run left open.
+    def open_store(self) -> str:
+        """Opens the run's store and ends what a killed run left open. Returns what is to be said of
+        it, if anything.
 
         Raises:
             StoreLocked: another run uses this run directory.
+            CorruptSegment: see there.
         """
         self.store = store_actor.start(self._run_dir / "store")
         ray.get(self.store.end_orphans.remote(time.time()))
+        ray.get(self.store.open_gate.remote())  # a killed run may have closed it
+        torn = ", ".join(map(str, ray.get(self.store.torn.remote())))
+        return torn and (
+            f"store: the last write of a crash was not whole, so nobody was answered by it; it was "
+            f"cut off the log and kept in {torn}"
+        )
 
     def start(self, bundles: Bundles, version: PolicyVersion) -> None:
         """Starts the engines (serving the base model as `version`), the gateway and the
@@ -142,6 +151,7 @@ class Stack:
                 self._awaited.remove(finished.spec.rollout_id)
                 self._results[finished.spec.rollout_id] = finished
         status: ControllerStatus = ray.get(self._controller.status.remote())
+        self.trouble = ray.get(self.store.trouble.remote())
         return status
 
     @property
