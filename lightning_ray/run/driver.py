@@ -85,14 +85,13 @@ class Run:
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         bundles: Bundles | None = None
-        self._stack = Stack(self._config, self._model_dir, self.run_dir)
+        self._stack = Stack(self._config, self._model_dir, self.run_dir, self._say)
         self._collection = Collection(
             self._config, self._train, self._stack, self._estimator, self._say
         )
         try:
             self._show("starting", note="store")
-            if note := self._stack.open_store():
-                self._say(note)
+            self._stack.open_store()
             self._remember_config()
             self._checkpoints = Checkpoints(self.run_dir, self._config.run.keep_checkpoints)
             self._metrics = MetricsLog(self.run_dir, self._config)
@@ -319,7 +318,7 @@ class Run:
 
     def _progress(self, done: Sequence[FinishedRollout], status: ControllerStatus) -> None:
         self._view = with_counts(self._view, done, status)
-        self._show(self._position.phase, note=self._stack.trouble)
+        self._show(self._position.phase)
 
     def _show(self, phase: str, note: str = "") -> None:
         left = None

@@ -49,12 +49,11 @@ def evaluate(
     """The scores of the base model and of `run_dir`'s trained weights, `samples` rollouts a
     task."""
     tasks = data.load_tasks(str(config.task.validation), "task.validation")
-    stack = Stack(config, base_dir, config.run_dir)
+    stack = Stack(config, base_dir, config.run_dir, console.print)
     stack.pointer.parent.mkdir(parents=True, exist_ok=True)
     bundles = None
     try:
-        if note := stack.open_store():
-            console.print(note)
+        stack.open_store()
         bundles = reserve(config)
         stack.start(bundles, BASE)
         scores = []
@@ -67,7 +66,7 @@ def evaluate(
             def progress(
                 done: Sequence[FinishedRollout], status: ControllerStatus, view: View = view
             ) -> None:
-                console.update(with_counts(replace(view, note=stack.trouble), done, status))
+                console.update(with_counts(view, done, status))
 
             specs = data.validation_specs(tasks, version, samples)
             rollouts = stack.collect(specs, progress)

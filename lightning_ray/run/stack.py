@@ -40,35 +40,32 @@ class RunError(RuntimeError):
 
 
 class Stack:
-    """See the module. Made by `start`."""
+    """See the module. Made by `start`. `say` tells the operator something."""
 
-    def __init__(self, config: RunConfig, model_dir: Path, run_dir: Path) -> None:
+    def __init__(
+        self, config: RunConfig, model_dir: Path, run_dir: Path, say: Callable[[str], None]
+    ) -> None:
         self.config, self._model_dir, self._run_dir = config, model_dir, run_dir
+        self._say, self._trouble, self._torn = say, "", list[Path]()
         self.pointer = run_dir / "policy.json"
         self.store: Any = None
         self.engines: list[Any] = []
         self._controller: Any = None
         self._serving = False
-        self.trouble = ""  # why the store does not write
         self._awaited: set[str] = set()  # rollouts that run
         self._results: dict[str, FinishedRollout] = {}  # ended, and taken by nobody yet
 
-    def open_store(self) -> str:
-        """Opens the run's store and ends what a killed run left open. Returns what is to be said of
-        it, if anything.
+    def open_store(self) -> None:
+        """Opens the run's store and ends what a killed run left open.
 
         Raises:
             StoreLocked: another run uses this run directory.
             CorruptSegment: see there.
         """
         self.store = store_actor.start(self._run_dir / "store")
-        ray.get(self.store.end_orphans.remote(time.time()))
-        ray.get(self.store.open_gate.remote())  # a killed run may have closed it
-        torn = ", ".join(map(str, ray.get(self.store.torn.remote())))
-        return torn and (
-            f"store: the last write of a crash was not whole, so nobody was answered by it; it was "
-            f"cut off the log and kept in {torn}"
-        )
+        self._get(self.store.end_orphans.remote(time.time()))
+        self._get(self.store.open_gate.remote())  # a killed run may have closed it
+        self._look_at_store()
 
     def start(self, bundles: Bundles, version: PolicyVersion) -> None:
         """Starts the engines (serving the base model as `version`), the gateway and the
@@ -104,7 +101,7 @@ class Stack:
         """Closes the gate and lets model calls in flight end; those that have not after `within_s`
         seconds are interrupted (None: all are waited for). Then frees the engines' GPU memory.
         Returns how it went in each engine, and how the rollouts stood."""
-        ray.get(self.store.close_gate.remote())
+        self._get(self.store.close_gate.remote())
         drained = ray.get([engine.drain.remote(within_s) for engine in self.engines])
         status = ray.get(self._controller.status.remote())
         ray.get([engine.sleep.remote() for engine in self.engines])
@@ -113,7 +110,7 @@ class Stack:
     def load(self, policy: Policy, checksum: str | None) -> None:
         """Wakes every engine, puts new weights into it and opens the gate; with a `checksum`,
         checks that they arrived whole."""
-        ray.get(self.store.close_gate.remote())
+        self._get(self.store.close_gate.remote())
         ray.get([engine.drain.remote() for engine in self.engines])
         policy.write(self.pointer)
         verify = checksum is not None
@@ -124,7 +121,7 @@ class Stack:
                     f"the trainer wrote {checksum}; "
                     "the disk or memory is faulty"
                 )
-        ray.get(self.store.open_gate.remote())
+        self._get(self.store.open_gate.remote())
 
     # -- rollouts -------------------------------------------------------------------------------
 
@@ -138,7 +135,7 @@ class Stack:
         self._results |= done
         fresh = [spec for spec in specs if spec.rollout_id not in done]
         self._awaited |= set(_ids(fresh))
-        if others := ray.get(self._controller.submit.remote(fresh)):
+        if others := self._get(self._controller.submit.remote(fresh)):
             raise RunError(
                 f"rollout {others[0]} was begun with another task: the tasks have changed since "
                 "this run was stopped; put them back, or choose another run.name"
@@ -150,8 +147,8 @@ class Stack:
             if finished.spec.rollout_id in self._awaited:
                 self._awaited.remove(finished.spec.rollout_id)
                 self._results[finished.spec.rollout_id] = finished
+        self._look_at_store()
         status: ControllerStatus = ray.get(self._controller.status.remote())
-        self.trouble = ray.get(self.store.trouble.remote())
         return status
 
     @property
@@ -210,6 +207,20 @@ class Stack:
         attempts = self.attempts(rollouts)
         found = ray.get([self.store.calls.remote(attempt) for attempt in attempts])
         return dict(zip(attempts, found, strict=True))
+
+    def _get(self, ref: Any) -> Any:
+        """What `ray.get` returns, of something that waits for the store while its disk is full."""
+        while not ray.wait([ref], timeout=POLL_SECONDS)[0]:
+            self._look_at_store()
+        return ray.get(ref)
+
+    def _look_at_store(self) -> None:
+        trouble, torn = ray.get(self.store.health.remote())
+        if trouble != self._trouble:
+            self._say(f"store: {trouble or 'there is room again; the run goes on'}")
+        for path in set(torn) - set(self._torn):
+            self._say(f"store: cut off the unfinished write of a crash, which is kept in {path}")
+        self._trouble, self._torn = trouble, torn
 
     def stop(self) -> None:
         """Ends harnesses, gateway, engines and the store, in this order."""

@@ -150,10 +150,10 @@ class StoreActor:
             await asyncio.wait_for(self._gate.wait(), timeout_s)
         return self._closed
 
-    async def trouble(self) -> str:
-        """What an operator must know: why nothing is written. Empty if all is well."""
+    async def health(self) -> tuple[str, list[Path]]:
+        """Why nothing is written, empty if all is well; and `RolloutStore.torn`."""
         waits = f"the disk of {self._directory} is full; the run waits until there is room"
-        return waits if self._held else ""
+        return waits if self._held else "", self._store.torn if self._store else []
 
     @property
     def _closed(self) -> str:
@@ -269,9 +269,6 @@ class StoreActor:
         return await self._query(Queries.events, rollout_id, query)
 
     # -------------------------------------------------------------------------------------------
-
-    async def torn(self) -> list[Path]:
-        return await self._run(lambda store: store.torn)
 
     async def close(self) -> None:
         if self._store is not None:

@@ -117,7 +117,9 @@ class Database(sqlite3.Connection):
     def check_owner(self) -> None:
         """Raises `StoreLocked` if somebody has opened the file after this one."""
         if self.meta("epoch") != str(self.epoch):
-            raise StoreLocked("another process has opened the store of this run and goes on with it")
+            raise StoreLocked(
+                "another process has opened the store of this run and goes on with it"
+            )
 
     def meta(self, name: str) -> str | None:
         """A fact about the store itself."""

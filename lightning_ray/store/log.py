@@ -194,6 +194,7 @@ class CallLog:
                 torn = path.with_name(f"{path.stem}-{end}.torn")
                 _write(torn, data[end:])
                 self.torn.append(torn)
+                log.warning("%s: an unfinished write was cut off and kept in %s", path, torn.name)
                 os.ftruncate(fd, end)
                 os.fsync(fd)
         except OSError:

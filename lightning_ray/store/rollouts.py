@@ -73,9 +73,7 @@ class RolloutStore:
             opened.callback(os.close, _lock(directory))
             self._db = Database(directory / "rollouts.sqlite")
             opened.callback(self._db.close)
-            self._log = CallLog(
-                directory / "calls", CALL_SCHEMA, segment_bytes, self._db.batches()
-            )
+            self._log = CallLog(directory / "calls", CALL_SCHEMA, segment_bytes, self._db.batches())
             opened.callback(self._log.close)
             # The calls of live attempts with their full token sequences, to find a new call's
             # parent.
@@ -294,7 +292,9 @@ class RolloutStore:
             for call, full in fresh:
                 self._live[call.attempt_id].append((call, full))
             self._db.index(
-                Place(call.call_id, call.attempt_id, call.seq, len(call.tokens), segment, batch, row)
+                Place(
+                    call.call_id, call.attempt_id, call.seq, len(call.tokens), segment, batch, row
+                )
                 for row, (call, _) in enumerate(fresh)
             )
         return results
