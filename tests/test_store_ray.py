@@ -88,4 +88,4 @@ def test_a_damaged_store_stops_the_run_with_a_message(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptSegment) as caught:
         open_store(tmp_path)
-    assert str(caught.value).startswith(f"{path} is damaged at byte")
+    assert str(caught.value.cause).startswith(f"{path} is damaged at byte")
