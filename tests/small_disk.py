@@ -113,6 +113,7 @@ async def check(store: StoreActor, folder: Path, calls: list[Call]) -> None:
         assert all(same(by_id[call.call_id], call) for call in calls)
     assert not later.torn
     later.close()
+    assert not list(folder.rglob("*.tmp"))
 
 
 if __name__ == "__main__":

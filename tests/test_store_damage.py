@@ -130,6 +130,7 @@ def test_nobody_writes_after_another_owner_has_come(tmp_path: Path):
     ):
         with pytest.raises(StoreLocked, match="another process"):
             write()
+    first.close()
     second.append(some_calls(2)[1:])
     assert all_equal(second.calls("r-a0")) and second.epoch == first.epoch + 1
     second.close()

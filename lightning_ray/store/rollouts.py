@@ -20,7 +20,7 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -73,12 +73,13 @@ class RolloutStore:
             opened.callback(os.close, _lock(directory))
             self._db = Database(directory / "rollouts.sqlite")
             opened.callback(self._db.close)
-            self._log = CallLog(directory / "calls", CALL_SCHEMA, segment_bytes, self._db.batches())
+            known = self._db.batches()
+            self._log = CallLog(directory / "calls", CALL_SCHEMA, segment_bytes, known)
             opened.callback(self._log.close)
             # The calls of live attempts with their full token sequences, to find a new call's
             # parent.
             self._live: dict[str, list[tuple[Call, np.ndarray]]] = {}
-            self._reindex()
+            self._reindex(known)
             self._keys = Keys(directory)
             self.queries = Queries(self._db, self.calls)
             self._opened = opened.pop_all()
@@ -335,7 +336,8 @@ class RolloutStore:
         return [call.text for call in self.calls(attempt_id)]
 
     def close(self) -> None:
-        with contextlib.suppress(sqlite3.OperationalError):  # else the next owner finds the calls
+        # The next owner, if there is none yet, finds the calls in the log.
+        with contextlib.suppress(sqlite3.OperationalError, StoreLocked):
             self._db.flush()
         self._opened.close()
 
@@ -354,9 +356,8 @@ class RolloutStore:
             self._live[attempt_id] = [(call, call.full) for call in self.calls(attempt_id)]
         return self._live[attempt_id]
 
-    def _reindex(self) -> None:
-        """Indexes the calls that only the log knows."""
-        known = self._db.batches()
+    def _reindex(self, known: Mapping[int, int]) -> None:
+        """Indexes the calls that only the log knows; the index has `known` batches of segments."""
         for segment in self._log.segments:
             if segment < max(known, default=0):
                 continue
