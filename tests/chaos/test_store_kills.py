@@ -28,8 +28,8 @@ KILLS = int(os.environ.get("LIGHTNING_RAY_CHAOS_KILLS", "50"))
 SEED = int(os.environ.get("LIGHTNING_RAY_CHAOS_SEED", "0"))
 SEGMENT_BYTES = 8_000
 CALLS = 12  # of an attempt
-# A process lives no longer than this after its start, in seconds; a part of it goes into opening.
-LIFE_S = 0.7
+# A process is killed within this time, in seconds, of its start or of its first answer.
+LIFE_S = 0.4
 
 
 def attempt_of(number: int) -> str:
@@ -118,6 +118,8 @@ def test_what_was_answered_is_there_once_however_often_the_store_is_killed(
         process = context.Process(target=live, args=(directory, answered + 1, writer))
         process.start()
         writer.close()
+        if chance.random() < 0.5:
+            reader.poll(60)
         time.sleep(chance.random() * LIFE_S)
         process.kill()
         process.join()
@@ -136,4 +138,4 @@ def test_what_was_answered_is_there_once_however_often_the_store_is_killed(
     check(directory, 0, answered)
     ids = recorded(directory)
     assert len(ids) == len(set(ids)) in (answered + 1, answered + 2)
-    assert answered > KILLS and len(list((directory / "calls").glob("*.arrow"))) > KILLS / 5
+    assert answered > KILLS / 3 and len(list((directory / "calls").glob("*.arrow"))) > 2
