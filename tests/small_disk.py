@@ -1,15 +1,17 @@
-"""What a store does on a disk that is full now and then; `test_store_full_disk.py` runs this on a
-file system of its own."""
+"""Small disks, full ones, and what a store does on them: `test_store_full_disk.py` runs this module
+on a file system of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from test_store import make_call, make_spec, same
 
 from lightning_ray.records import Call, Outcome, Reward
@@ -32,6 +34,20 @@ def some_calls(first: int, count: int) -> list[Call]:
         make_call(f"c{i}", [i, *range(i, i + 600)], list(range(i, i + 300)))
         for i in range(first, first + count)
     ]
+
+
+@contextlib.contextmanager
+def mounted(folder: Path) -> Iterator[None]:
+    """`folder` is a file system of 4 MiB; skips the test where that cannot be had."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    tried = subprocess.run(mount, capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"no small file system on this machine: {tried.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from small_disk import full
+from small_disk import full, mounted
 from support import Running
 
 from lightning_ray.gateway import deploy
@@ -41,19 +42,15 @@ def test_a_full_disk_pauses_the_store_and_loses_nothing(tmp_path: Path, scenario
 
 @pytest.mark.slow
 def test_calls_wait_for_room_on_the_disk_and_are_answered_once(tmp_path: Path):
-    disk = tmp_path / "store"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    mounted = subprocess.run(mount, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no small file system on this machine: {mounted.stderr.strip()}")
     settings = ("gateway.hold_s=2", "model.max_model_len=9000")
     gateway = Running(tmp_path, [["once", "twice"]], *settings)
     long = {"messages": [{"role": "user", "content": "x" * 8000}]}
-    try:
+    with mounted(tmp_path / "store"), contextlib.ExitStack() as ending:
+        ending.callback(ray.shutdown)
+        ending.callback(deploy.stop)
         gateway.start()
         first, second = gateway.attempt(), gateway.attempt()
-        with full(disk):
+        with full(tmp_path / "store"):
             # Sampled already, so it is parked; the next one does not begin.
             for attempt in (first, second):
                 refused = gateway.post(attempt, long)
@@ -64,7 +61,3 @@ def test_calls_wait_for_room_on_the_disk_and_are_answered_once(tmp_path: Path):
         assert said == ["once", "twice"]
         for attempt in (first, second):
             assert len(ray.get(gateway.store.calls.remote(attempt))) == 1
-    finally:
-        deploy.stop()
-        ray.shutdown()
-        subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from small_disk import full, mounted
 from test_store import make_call, make_spec, same
 from test_store_damage import begin, newest_log
 
@@ -89,3 +90,18 @@ def test_a_damaged_store_stops_the_run_with_a_message(tmp_path: Path):
     with pytest.raises(CorruptSegment) as caught:
         open_store(tmp_path)
     assert str(caught.value.cause).startswith(f"{path} is damaged at byte")
+
+
+def test_a_run_says_that_its_disk_is_full_and_that_it_goes_on(tmp_path: Path):
+    with mounted(tmp_path / "store"):
+        stack, said = open_store(tmp_path)
+        with full(tmp_path / "store"):
+            closing = stack.store.close_gate.remote()
+            deadline = time.monotonic() + 60
+            while not said and time.monotonic() < deadline:
+                stack._look_at_store()
+            assert f"the disk of {tmp_path / 'store'} is full" in said[0]
+        stack._get(closing)
+        stack._look_at_store()
+        assert len(said) == 2 and "there is room again" in said[1]
+        stack.stop()
