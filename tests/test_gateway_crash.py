@@ -61,6 +61,7 @@ def ask(gateway: Running, attempt: str, killing: threading.Thread) -> tuple[str,
 
 
 def test_a_call_that_was_recorded_is_answered_by_the_next_replica(gateway):
+    gateway.attempt()  # whoever uses the store first opens it
     [log] = (gateway.folder / "store" / "calls").glob("*.log")
     for number in range(2):
         ray.get(gateway.engines[0].script.remote([f"answer {number}", "another"], 1.0))

@@ -175,7 +175,8 @@ def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], a
         TrainerDied,
         OSError,
     ) as error:
-        return _fail(f"{error}\nGo on, once that is put right, with: {again}")
+        said = getattr(error, "cause", error)  # Ray's copy of an actor's error is a whole trace
+        return _fail(f"{said}\nGo on, once that is put right, with: {again}")
     finally:
         ray.shutdown()
 

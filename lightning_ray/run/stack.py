@@ -53,7 +53,8 @@ class Stack:
         self, config: RunConfig, model_dir: Path, run_dir: Path, say: Callable[[str], None]
     ) -> None:
         self.config, self._model_dir, self._run_dir = config, model_dir, run_dir
-        self._wait = Waiting(config.run.wait_timeout_s, say)
+        self._say, self._trouble, self._torn = say, "", list[Path]()
+        self._wait = Waiting(config.run.wait_timeout_s, say, self._look_at_store)
         self.pointer = run_dir / "policy.json"
         self.store: Any = None
         self.engines: list[Any] = []
@@ -67,9 +68,13 @@ class Stack:
 
         Raises:
             StoreLocked: another run uses this run directory.
+            CorruptSegment: see there.
         """
         self.store = store_actor.start(self._run_dir / "store")
         self._wait.get(self.store.end_orphans.remote(time.time()), "opening the store")
+        # A killed run may have closed it.
+        self._wait.get(self.store.open_gate.remote(), "opening the gate")
+        self._look_at_store()
 
     def start(self, bundles: Bundles, version: PolicyVersion) -> None:
         """Starts the engines (serving the base model as `version`), the gateway and the
@@ -156,6 +161,7 @@ class Stack:
             if finished.spec.rollout_id in self._awaited:
                 self._awaited.remove(finished.spec.rollout_id)
                 self._results[finished.spec.rollout_id] = finished
+        self._look_at_store()
         status: ControllerStatus = self._controlled("status")
         return status
 
@@ -220,6 +226,18 @@ class Stack:
         found = [self.store.calls.remote(attempt) for attempt in attempts]
         read = [self._wait.get(calls, "reading calls from the store") for calls in found]
         return dict(zip(attempts, read, strict=True))
+
+    def _look_at_store(self) -> None:
+        """Says what the store has to say: that its disk is full, say, while it is waited for."""
+        try:
+            trouble, torn = ray.get(self.store.health.remote(), timeout=POLL_SECONDS)
+        except RayError:  # it is starting again, or busy
+            return
+        if trouble != self._trouble:
+            self._say(f"store: {trouble or 'there is room again; the run goes on'}")
+        for path in set(torn) - set(self._torn):
+            self._say(f"store: cut off the unfinished write of a crash, which is kept in {path}")
+        self._trouble, self._torn = trouble, torn
 
     def stop(self) -> None:
         """Ends harnesses, gateway, engines and the store, in this order; what is gone already, or

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayActorError
 
 # Seconds of silence. A weight sync of a large model takes less.
 SAY_S = 30.0
+# Between two looks at what is waited for.
+LOOK_S = 1.0
 # Between two tries of an engine that Ray starts again.
 AGAIN_S = 1.0
 
@@ -31,10 +33,12 @@ class ProcessLost(RunError):
 
 @dataclass
 class Waiting:
-    """Waits at most `limit_s` seconds for anything; `say` tells the user."""
+    """Waits at most `limit_s` seconds for anything; `say` tells the user, `meanwhile` is called
+    once a second."""
 
     limit_s: float
     say: Callable[[str], None]
+    meanwhile: Callable[[], None] = lambda: None
 
     def get(self, ref: Any, what: str) -> Any:
         """The value of one object reference.
@@ -70,13 +74,15 @@ class Waiting:
         return values
 
     def _get(self, ref: Any, what: str, started: float) -> Any:
-        while True:
-            try:
-                return ray.get(ref, timeout=min(SAY_S, self.limit_s))
-            except GetTimeoutError:
-                self._check(what, started, "no answer")
-                waited = time.monotonic() - started
-                self.say(f"{what}: still waiting, {waited:.0f} of {self.limit_s:g} s")
+        silent_since = started
+        while not ray.wait([ref], timeout=min(LOOK_S, self.limit_s))[0]:
+            self.meanwhile()
+            now = time.monotonic()
+            self._check(what, started, "no answer")
+            if now - silent_since >= SAY_S:
+                silent_since = now
+                self.say(f"{what}: still waiting, {now - started:.0f} of {self.limit_s:g} s")
+        return ray.get(ref)
 
     def _check(self, what: str, started: float, reason: str) -> None:
         if time.monotonic() - started >= self.limit_s:
