@@ -54,18 +54,6 @@ def wait_for(run: subprocess.Popen[bytes], log: Path, what: Callable[[], object]
         time.sleep(0.2)
 
 
-def kill(run: subprocess.Popen[bytes], log: Path, name: str) -> None:
-    """Kills the process of the run that is called so, as soon as there is one."""
-
-    def killed() -> bool:
-        with contextlib.suppress(LookupError):
-            process_of(run.pid, name).kill()
-            return True
-        return False
-
-    wait_for(run, log, killed)
-
-
 def process_of(parent: int, name: str) -> psutil.Process:
     """Raises LookupError if there is none."""
     for process in psutil.Process(parent).children(recursive=True):
