@@ -25,6 +25,7 @@ from runs import PATIENCE, process_of, start
 from lightning_ray import metrics
 from lightning_ray.config import load
 from lightning_ray.placement import Device, reserve
+from lightning_ray.rollouts.supervisor import process_name
 from lightning_ray.run.checkpoint import Checkpoints
 from lightning_ray.samples import dataset
 from lightning_ray.store.rollouts import RolloutStore
@@ -67,7 +68,9 @@ class Monkey:
             return psutil.Process(self.run.pid)
         everyone = psutil.Process(self.run.pid).children(recursive=True)
         if victim == "a harness":
-            return _first(p for p in everyone if p.name().startswith("lr-"))
+            # They descend from a fork server, which belongs to nobody.
+            names = {process_name(p.name) for p in (self.run_dir / "rollouts").iterdir()}
+            return _first(p for p in psutil.process_iter() if p.name() in names)
         if victim == "gcs_server":
             return _first(p for p in everyone if p.name() == victim)
         return process_of(self.run.pid, victim)
