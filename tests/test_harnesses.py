@@ -16,14 +16,16 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import numpy as np
+import openai
 import pytest
 import ray
 from support import Running, tokens_by_fate
@@ -124,7 +126,7 @@ SCRIPTS = {
 # One harness per protocol in the fast suite.
 FAST = ("mini-swe-agent", "mini-swe-agent-responses", "claude-code")
 # Longer than any hold, so that the 503 path is used.
-PAUSE_S = 130.0
+PAUSE_S = float(os.environ.get("LIGHTNING_RAY_PAUSE_S", "130"))
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,30 @@ def test_a_harness_works_unchanged_and_every_token_can_be_trained(gateway, tmp_p
         check_two_turns(gateway, name, asked, local.run_attempt(asked))
 
 
+def ask_openai(gateway, attempt_id: str) -> list[str]:
+    """What a client with its own settings is told, if that is also what was recorded, once."""
+    client = openai.OpenAI(base_url=f"{gateway.url}/rollout/{attempt_id}/v1", api_key="secret")
+    reply = client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "title generator"}]
+    )
+    calls = ray.get(gateway.store.calls.remote(attempt_id))
+    assert reply.choices[0].message.content == calls[0].text
+    return [call.text for call in calls]
+
+
+def ask_anthropic(gateway, attempt_id: str) -> list[str]:
+    client = anthropic.Anthropic(base_url=f"{gateway.url}/rollout/{attempt_id}", api_key="secret")
+    reply = client.messages.create(
+        model="m", max_tokens=1000, messages=[{"role": "user", "content": "title generator"}]
+    )
+    calls = ray.get(gateway.store.calls.remote(attempt_id))
+    assert reply.content[0].text == calls[0].text
+    return [call.text for call in calls]
+
+
+CLIENTS = (ask_openai, ask_anthropic)
+
+
 @pytest.mark.slow
 def test_no_harness_notices_a_long_pause(gateway, tmp_path):
     ray.get(gateway.engines[0].play.remote(SCRIPTS))
@@ -305,8 +331,11 @@ def test_no_harness_notices_a_long_pause(gateway, tmp_path):
         while not any(ray.get([gateway.store.calls.remote(one) for one in ids])):
             time.sleep(0.2)
         ray.get(gateway.store.close_gate.remote())
-        time.sleep(PAUSE_S)
-        ray.get(gateway.store.open_gate.remote())
+        with ThreadPoolExecutor() as clients:
+            answers = {ask: clients.submit(ask, gateway, gateway.attempt()) for ask in CLIENTS}
+            time.sleep(PAUSE_S)
+            ray.get(gateway.store.open_gate.remote())
+        assert [answer.result() for answer in answers.values()] == [[TITLE], [TITLE]]
     for name, one in asked.items():
         with trial(one, name, "pause"):
             check_two_turns(gateway, name, one, running[name].result())
