@@ -69,7 +69,7 @@ class Monkey:
         everyone = psutil.Process(self.run.pid).children(recursive=True)
         if victim == "a harness":
             # They descend from a fork server, which belongs to nobody.
-            names = {process_name(p.name) for p in (self.run_dir / "rollouts").iterdir()}
+            names = {process_name(p.name) for p in (self.run_dir / "rollouts").glob("*")}
             return _first(p for p in psutil.process_iter() if p.name() in names)
         if victim == "gcs_server":
             return _first(p for p in everyone if p.name() == victim)
@@ -114,9 +114,9 @@ def survived(tmp_path_factory):
 
 def test_every_kind_was_killed_and_the_run_came_to_its_end(survived):
     assert survived.killed == dict.fromkeys(VICTIMS, ROUNDS)
-    # Only what takes the driver along needs somebody who starts it again: the driver itself and
-    # Ray's head, and the last step.
-    assert survived.starts <= 2 * ROUNDS + 2, survived.log.read_text()[-4000:]
+    # Only what takes the driver along needs somebody who starts it again: the driver itself, Ray's
+    # head, and at most once a round more losses without a checkpoint than run.restarts allows.
+    assert survived.starts <= 3 * ROUNDS + 2, survived.log.read_text()[-4000:]
 
 
 def test_each_step_was_trained_once_and_accounts_for_every_token(survived):
@@ -156,7 +156,7 @@ def test_the_weights_are_those_of_the_batches_on_disk(survived):
     """All updates once more, from the base model, without a crash."""
     config = load(survived.run_dir / "config.yaml", [])
     _, state = Checkpoints(survived.run_dir, keep=2).latest()
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
         bundles = reserve(config, Device.CPU, wait_s=30)
         trainer = Trainer(config, models.resolve(config.model.path), bundles, config.run.steps)
