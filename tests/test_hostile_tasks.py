@@ -20,13 +20,13 @@ from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_atte
 from lightning_ray.rollouts.process import Limits
 from lightning_ray.run import data
 
-# -- what is refused when the rows are read ---------------------------------------------------------
+# -- what is refused when the rows are read --------------------------------------------------------
 
 GOOD = b'{"task_id": "a", "statement": "s", "x": 1}'
 REFUSED = {
     "a lone surrogate in the statement": rb'{"task_id": "b", "statement": "\ud800"}',
     "a lone surrogate in the id": rb'{"task_id": "\udfff", "statement": "s"}',
-    "a lone surrogate deep in the fields": rb'{"task_id": "b", "statement": "s", "x": [{"\ud800": 1}]}',
+    "a lone surrogate in a field": rb'{"task_id": "b", "statement": "s", "x": [{"\ud800": 1}]}',
     "a NUL in the statement": rb'{"task_id": "b", "statement": "s\u0000"}',
     "a NUL in the id": rb'{"task_id": "\u0000", "statement": "s"}',
     "Latin-1": '{"task_id": "b", "statement": "é"}'.encode("latin-1"),

@@ -550,7 +550,9 @@ def test_the_documentation_applies_every_file_and_makes_every_secret() -> None:
     (theirs,) = templates()["redis"]["spec"]["containers"][0]["env"]
     assert theirs["valueFrom"]["secretKeyRef"] == secret
     assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in DOCS
-    ((source,),) = [ray_container(g)["envFrom"] for g in groups().values() if "envFrom" in ray_container(g)]
+    ((source,),) = [
+        ray_container(g)["envFrom"] for g in groups().values() if "envFrom" in ray_container(g)
+    ]
     name = source["secretRef"]["name"]
     assert f"create secret generic {name} --from-literal={deploy.OPERATOR_KEY}=" in DOCS
 

@@ -261,5 +261,5 @@ def test_what_a_tick_costs_does_not_grow_with_the_rollouts_that_are_over() -> No
     for _ in range(9_000):
         tick()
     assert life.status().finished == 9_001
-    assert lines_of(tick) == first
+    assert lines_of(tick) <= first
     assert lines_of(life.status) <= first_status

@@ -164,9 +164,10 @@ def operator_hash(gateway: GatewaySection) -> str | None:
     key = os.environ.get(OPERATOR_KEY)
     if key is None and not _is_loopback(gateway.host):
         raise GatewayStartError(
-            f"gateway.host={gateway.host} is open to the network, and no operator's key was chosen: "
-            f"set the environment variable {OPERATOR_KEY} to at least {LEAST_KEY_CHARACTERS} random "
-            "characters (`openssl rand -hex 32`), or listen on 127.0.0.1"
+            f"gateway.host={gateway.host} is open to the network, and no operator's key was "
+            f"chosen: set the environment variable {OPERATOR_KEY} to at least "
+            f"{LEAST_KEY_CHARACTERS} random characters (`openssl rand -hex 32`), or listen on "
+            "127.0.0.1"
         )
     if key is not None and len(key) < LEAST_KEY_CHARACTERS:
         raise GatewayStartError(

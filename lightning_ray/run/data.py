@@ -77,7 +77,9 @@ def _check(task: Task) -> None:
     """Raises ValueError for what no file, command line or request can carry."""
     if "\0" in task.task_id + task.statement:
         raise ValueError("a NUL in `task_id` or `statement`")
-    json.dumps([task.task_id, task.statement, task.fields], ensure_ascii=False, default=str).encode()
+    json.dumps(
+        [task.task_id, task.statement, task.fields], ensure_ascii=False, default=str
+    ).encode()
 
 
 def order(count: int, seed: int, start: int, length: int) -> list[int]:
