@@ -220,8 +220,8 @@ KNOWN_BAD = {
         CHAT | {"n": 2**64},
         CHAT | {"max_tokens": float("nan")},
         CHAT | {"messages": [{"role": "user", "content": "\ud800"}]},
-        CHAT | FORCED | {"tools": [{"type": "function", "function": {"name": "\x00"}}]},
-        CHAT | {"response_format": ODD["choices"][2]},
+        CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        CHAT | {"response_format": {"type": "json_schema"}},
         CHAT | {"stop": [{}]},
     ],
     "responses": [

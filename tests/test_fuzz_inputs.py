@@ -29,7 +29,7 @@ from lightning_ray.records import Call, FinishReason, PolicyVersion, Span, Split
 from lightning_ray.store.attempts import AttemptInfo
 
 LENGTH = os.environ.get("LIGHTNING_RAY_FUZZ")
-INPUTS = {"chat/completions": 3500, "responses": 3500, "messages": 3500}
+INPUTS = {"chat/completions": 4000, "responses": 4000, "messages": 4000}
 # An answered request in so many goes on, as its harness would.
 CONTINUED_ONE_IN = 4
 # What the rest of the inputs may add to the resident memory after the first thousand: caches fill,
@@ -154,10 +154,10 @@ def test_what_was_wrong_before_is_refused(replica, route):
         else:
             replica.call(route, new_memory(), body, "hello")
 
-    for body in map(json.dumps, KNOWN_BAD[route]):
+    for number, body in enumerate(KNOWN_BAD[route]):
         with pytest.raises(ApiError) as caught:
-            ask(body.encode())
-        assert caught.value.status == 400, body[:500]
+            ask(json.dumps(body).encode())
+        assert caught.value.status == 400, number
 
 
 def test_too_many_messages_or_tools_are_refused_by_name():

@@ -177,7 +177,7 @@ def test_a_key_in_the_query_string_is_no_key(gateway, method, path):
 def test_a_stranger_learns_not_which_attempts_there_are(gateway):
     for route in DIALECTS:
         told = set()
-        for attempt in ("mine-a0", "ended-a0", "nobody-a0", "..%2f", "%00"):
+        for attempt in ("mine-a0", "ended-a0", "nobody-a0", "%00"):
             reply = httpx.post(
                 f"{gateway.url}/rollout/{attempt}/v1/{route}",
                 headers={"x-api-key": "key-of-other"},
@@ -216,13 +216,15 @@ def ask(gateway, path: str, key: str, *headers: str, drip: bool = False) -> byte
         stream.sendall("\r\n".join(lines).encode())
         stream.settimeout(0.2)
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
+        reply = b""
+        while not reply.endswith(b"}"):
+            assert time.monotonic() < deadline, f"no answer but {reply!r}"
             try:
-                return stream.recv(1 << 16)
+                reply += stream.recv(1 << 16)
             except TimeoutError:
                 if drip:
                     stream.sendall(b" ")
-        raise AssertionError("no answer")
+        return reply
 
 
 @pytest.mark.parametrize(("method", "path"), [row for row in MATRIX if row[0] == "POST"])

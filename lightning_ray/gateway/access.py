@@ -54,7 +54,7 @@ def check_harness(attempt: AttemptInfo | None, key: str) -> AttemptInfo:
         ApiError: 401 there is no such attempt, or the key is another's; 410 it is the key of this
             attempt, which has ended.
     """
-    check(attempt and attempt.key_hash, key)
+    check(None if attempt is None else attempt.key_hash, key)
     assert attempt is not None
     if not attempt.live:
         raise ApiError(410, f"Attempt {attempt.attempt_id} has ended.", code="attempt_over")
