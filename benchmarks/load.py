@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import psutil
 from gateway import console, say
 from generator import Job, LoadGenerator, Result
 from ours import HEADERS, System
@@ -49,17 +50,18 @@ def main() -> None:
     generator = LoadGenerator()
     system = System(folder)
     try:
+        wave(system, generator, min(16, options.clients), 2)  # warm
+        children = psutil.Process().children(recursive=True)
         processes = {
             "gateway": system.process("gateway"),
             "store": system.process("StoreActor"),
-            "HAProxy": system.process("HAProxyManager"),
+            "HAProxy": next(process for process in children if process.name() == "haproxy"),
         }
         table = Table(title=f"{options.clients:,} harnesses, {options.turns} turns each")
         for column in ("wave", "calls", "failed", "calls/s", "p50 s", "p99 s", "longest s"):
             table.add_column(column, justify="right")
         for name in processes:
             table.add_column(f"{name}, MiB", justify="right")
-        wave(system, generator, min(16, options.clients), 2)  # warm
         resident = []
         for number in range(1, options.waves + 1):
             result = wave(system, generator, options.clients, options.turns)

@@ -96,13 +96,15 @@ def test_a_submitted_job_trains_on_a_running_two_core_cluster(head, tmp_path):
 
 # A run as far as its gateway, which answers one call.
 RUN = """
-import sys, time
+import sys
 from pathlib import Path
+from lightning_ray.gateway import deploy
 from support import HELLO, Running
 run = Running(Path(sys.argv[1]), [["hello"]], f"gateway.port={sys.argv[2]}")
 run.start()
 print(run.post(run.attempt(), {"messages": HELLO}).status_code, flush=True)
-time.sleep(600)
+sys.stdin.readline()
+deploy.stop()
 """
 
 
@@ -114,7 +116,7 @@ def test_a_gateway_that_a_killed_driver_left_makes_room_but_a_living_one_does_no
 
     def run(name: str) -> subprocess.Popen:
         command = [sys.executable, "-c", RUN, str(tmp_path / name), port]
-        return subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True)
+        return subprocess.Popen(command, env=env, stdin=-1, stdout=-1, stderr=-1, text=True)
 
     first = run("first")
     assert first.stdout.readline() == "200\n", first.stderr.read()
@@ -125,5 +127,5 @@ def test_a_gateway_that_a_killed_driver_left_makes_room_but_a_living_one_does_no
     first.wait()
     second = run("second")
     assert second.stdout.readline() == "200\n", second.stderr.read()
-    second.kill()
-    second.wait()
+    _, complaint = second.communicate("\n", timeout=HEAD_S)
+    assert second.returncode == 0, complaint
