@@ -72,7 +72,7 @@ audit: $(READY) ## look every locked package up in PyPI's advisory database
 	  $(BIN)/python -m venv .venv/audit
 	  .venv/audit/bin/python -m pip --disable-pip-version-check --no-input -qq install 'pip-audit>=2.9,<3'
 	}
-	.venv/audit/bin/pip-audit --no-deps --disable-pip --progress-spinner off -r $(LOCK) $(ARGS)
+	.venv/audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r $(LOCK) $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays
 	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
