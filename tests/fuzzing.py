@@ -198,7 +198,7 @@ FORCED_TURN = [{"name": "bash", "parameters": {"command": "ls"}}]
 
 def say(random: Random) -> str:
     """What a model may say."""
-    match random.randrange(5):
+    match random.randrange(8):
         case 0:
             return random.choice(SAID)
         case 1:
