@@ -120,7 +120,7 @@ class GatewayDeployment:
         store: Any,
         operator_hash: str | None,
     ) -> None:
-        self._limits = config.gateway
+        self._config = config
         self._operator = Operator(config, store, operator_hash)
         self._service = Service(
             config, Renderer(model_dir, config.model), EnginePool(engines), store
@@ -162,11 +162,12 @@ class GatewayDeployment:
 
     @app.get("/rollout/{attempt_id}/v1/models")
     async def attempt_models(self, attempt_id: str, request: Request) -> Response:
-        return ORJSONResponse(await self._service.models(attempt_id, request.headers))
+        await self._service.admit(attempt_id, request.headers)
+        return self._models()
 
     @app.get("/v1/models")
-    async def models(self, request: Request) -> Response:
-        return ORJSONResponse(await self._service.models(None, request.headers))
+    async def models(self) -> Response:
+        return self._models()
 
     @app.post("/rollout/{rollout_id}/reward")
     async def reward(self, rollout_id: str, request: Request) -> Response:
@@ -228,10 +229,22 @@ class GatewayDeployment:
             return Response(answer, media_type="application/json")
         return StreamingResponse(answer, media_type="text/event-stream", headers=_NO_BUFFER)
 
+    def _models(self) -> Response:
+        """The list of models: one, the policy."""
+        policy = {
+            "id": "policy",
+            "object": "model",
+            "created": 0,
+            "owned_by": "lightning_ray",
+            "max_model_len": self._config.model.max_model_len,
+        }
+        return ORJSONResponse({"object": "list", "data": [policy]})
+
     async def _body(self, request: Request) -> bytes:
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise ApiError(415, "The body is compressed; send it as it is.")
-        most, seconds = self._limits.max_body_mib << 20, self._limits.body_timeout_s
+        limits = self._config.gateway
+        most, seconds = limits.max_body_mib << 20, limits.body_timeout_s
         declared = request.headers.get("content-length", "0")
         received = bytearray()
         try:
@@ -247,4 +260,4 @@ class GatewayDeployment:
             raise ApiError(408, f"The body did not come within {seconds:g} s.") from error
         except ClientDisconnect as error:
             raise ApiError(400, "The client left before its body had come.") from error
-        raise ApiError(413, f"The body is larger than {self._limits.max_body_mib} MiB.")
+        raise ApiError(413, f"The body is larger than {limits.max_body_mib} MiB.")

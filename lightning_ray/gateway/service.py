@@ -118,6 +118,15 @@ class Service:
             log.warning("the store did not answer a call of %s: %s", attempt_id, error)
             raise ApiError(503, "The store is starting again.", code="unavailable") from error
 
+    async def admit(self, attempt_id: str, headers: Mapping[str, str]) -> AttemptInfo:
+        """The attempt, if it lives and the request carries its key.
+
+        Raises:
+            ApiError: 401, 410.
+        """
+        key = access.key_of(headers)
+        return access.check_harness(await self._store.attempt.remote(attempt_id), key)
+
     async def count(
         self,
         parse: Callable[[dict[str, Any]], ChatRequest],
@@ -126,37 +135,15 @@ class Service:
         body: Body,
     ) -> int:
         """The number of prompt tokens of a request that is not sampled."""
-        await self._admit(attempt_id, headers)
+        await self.admit(attempt_id, headers)
         return len(self._renderer.render(parse(bodies.decode(await body()))))
 
-    async def models(self, attempt_id: str | None, headers: Mapping[str, str]) -> dict[str, Any]:
-        """The list of models: one, the policy."""
-        if attempt_id is not None:
-            await self._admit(attempt_id, headers)
-        return {
-            "object": "list",
-            "data": [
-                {
-                    "id": "policy",
-                    "object": "model",
-                    "created": 0,
-                    "owned_by": "lightning_ray",
-                    "max_model_len": self._config.model.max_model_len,
-                }
-            ],
-        }
-
     # -- before sampling ------------------------------------------------------------------------
-
-    async def _admit(self, attempt_id: str, headers: Mapping[str, str]) -> AttemptInfo:
-        """The attempt, if it lives and the request carries its key."""
-        key = access.key_of(headers)
-        return access.check_harness(await self._store.attempt.remote(attempt_id), key)
 
     async def _memory(self, attempt_id: str, headers: Mapping[str, str]) -> Memory:
         memory = self._memories.get(attempt_id)
         if memory is None:
-            attempt = await self._admit(attempt_id, headers)
+            attempt = await self.admit(attempt_id, headers)
             # Another request may have been here meanwhile.
             memory = self._memories.setdefault(attempt_id, Memory(attempt))
         access.check_harness(memory.attempt, access.key_of(headers))
