@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ray.config import ConfigError, RunConfig
+from lightning_ray.records import Outcome
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge
@@ -63,6 +64,7 @@ METRICS = {
     "seconds/checkpoint": "seconds spent on the checkpoint",
     "rollouts/finished": "rollouts of the step that have a reward",
     "rollouts/failed": "rollouts of the step lost to infrastructure faults",
+    **{f"outcomes/{outcome}": f"attempts that ended as {outcome}" for outcome in Outcome},
 }
 
 # Where each back end keeps its files, by the variable that it reads. Theirs would be the working

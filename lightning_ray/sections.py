@@ -61,11 +61,28 @@ class RunSection(Section):
     keep_checkpoints: int = Field(
         2, ge=1, description="Newest checkpoints kept; the best is kept too."
     )
+    storage: str | None = Field(
+        None,
+        description="Where the checkpoints are copied to, and fetched from by a machine that has "
+        "none: a path, or a URL that pyarrow or fsspec knows (s3://..., gs://...).",
+    )
     collect_timeout_s: float = Field(
         7200,
         gt=0,
         description="Longest wait for the rollouts of one step before the "
         "run stops with a diagnosis.",
+    )
+    wait_timeout_s: float = Field(
+        3600,
+        gt=0,
+        description="Longest wait for any other answer of a process (an engine, the trainer, the "
+        "controller, the store) before it counts as lost.",
+    )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="Times that a run which lost a process goes on by itself from its last "
+        "checkpoint, without a checkpoint in between. 0: it stops.",
     )
     max_infrastructure_faults: float = Field(
         0.5,
@@ -132,6 +149,12 @@ class EngineSection(Section):
         description="Skip compilation and CUDA graphs. Default: true on a CPU, false on a GPU.",
     )
     threads: int = Field(2, ge=1, description="OpenMP threads of an engine on a CPU (CPU only).")
+    restart_timeout_s: float = Field(
+        240,
+        ge=0,
+        description="How long a model call waits, while no engine runs, for one that is started "
+        "again; then it is answered 503.",
+    )
     verify_sync: bool = Field(
         False,
         description="After each weight sync compare the engine's checksum with the trainer's.",
@@ -362,7 +385,14 @@ class AlgorithmSection(Section):
 
 class TrainerSection(Section):
     ranks: int = Field(1, ge=1, description="Data-parallel trainer ranks, one per bundle.")
-    strategy: Literal["fsdp2"] = Field("fsdp2", description="verl training engine.")
+    strategy: Literal["fsdp2", "megatron"] = Field(
+        "fsdp2", description="verl training engine. megatron needs its own packages."
+    )
+    megatron: dict[str, int | float | bool | str | None] = Field(
+        default_factory=dict,
+        description="Settings of verl's Megatron engine (McoreEngineConfig), such as "
+        "tensor_model_parallel_size or expert_model_parallel_size.",
+    )
     lr: float = Field(1e-6, gt=0, description="Learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     weight_decay: float = Field(0.0, ge=0, description="Weight decay of AdamW.")

@@ -123,6 +123,12 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
             f"trainer.optimizer_steps={config.trainer.optimizer_steps} is more than the "
             f"{config.run.groups_per_step * config.rollout.n} rollouts of a step"
         )
+    if config.trainer.megatron and config.trainer.strategy != "megatron":
+        yield "trainer.megatron has no effect without trainer.strategy=megatron"
+    if config.trainer.strategy == "megatron" and config.model.lora_rank:
+        yield "model.lora_rank is for trainer.strategy=fsdp2 only"
+    if config.trainer.strategy == "megatron" and config.model.dtype == "float32":
+        yield "trainer.strategy=megatron computes in bfloat16; set model.dtype=bfloat16"
     yield from _schedule_contradictions(config)
     if config.rollout.sandbox == "none":
         for key in ("sandbox_require", "sandbox_paths"):

@@ -160,11 +160,13 @@ TOOLS = [
 
 
 class Running:
-    """A gateway, its store, and an engine for each of `scripts`; `attempt()` makes a live
-    attempt."""
+    """A gateway, its store, and an engine for each of `scripts`, started again if it dies up to
+    `restarts` times (-1: always); `attempt()` makes a live attempt."""
 
-    def __init__(self, folder: Path, scripts: list[list[str]], *settings: str) -> None:
-        self.scripts = scripts
+    def __init__(
+        self, folder: Path, scripts: list[list[str]], *settings: str, restarts: int = 0
+    ) -> None:
+        self.scripts, self.restarts = scripts, restarts
         self.tokenizer = make_tokenizer(folder / "model")
         self.config = load(
             None,
@@ -189,7 +191,7 @@ class Running:
         deploy.reclaim_port(self.config.gateway)
         self.store = store_actor.start(self.folder / "store")
         engine = ray.remote(ScriptedEngine).options(
-            num_cpus=0, max_restarts=0, max_concurrency=1000
+            num_cpus=0, max_restarts=self.restarts, max_concurrency=1000
         )
         model = str(self.folder / "model")
         self.engines = [engine.remote(model, script) for script in self.scripts]

@@ -30,7 +30,7 @@ def test_a_file_goes_over_the_defaults_and_overrides_go_over_the_file(tmp_path: 
         ("trainer.lrr=1", "trainer.lrr: unknown key; did you mean trainer.lr?"),
         ("rolout.n=8", "rolout: unknown key; did you mean rollout?"),
         ("run.temperature=1", "run.temperature: unknown key; did you mean sampling.temperature?"),
-        ("trainer.zzz=1", "trainer.zzz: unknown key; known: ranks, strategy, lr,"),
+        ("trainer.zzz=1", "trainer.zzz: unknown key; known: ranks, strategy, megatron,"),
     ],
 )
 def test_an_unknown_key_is_named_with_its_path_and_the_nearest_valid_name(

@@ -13,24 +13,29 @@ import ray
 from support import HELLO, Running
 
 from lightning_ray.gateway import deploy
+from lightning_ray.records import Outcome
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory):
-    running = Running(tmp_path_factory.mktemp("gateway"), [["unset"]])
+    running = Running(tmp_path_factory.mktemp("gateway"), [["unset"]], restarts=-1)
     running.start()
     yield running
     deploy.stop()
     ray.shutdown()
 
 
-def replica() -> psutil.Process:
+def process_of(name: str) -> psutil.Process:
     for process in psutil.Process().children(recursive=True):
-        if "ServeReplica:lightning_ray:gateway" in " ".join(process.cmdline()):
+        if name in " ".join(process.cmdline()):
             return process
-    raise LookupError("no gateway replica")
+    raise LookupError(f"no process is called {name}")
+
+
+def replica() -> psutil.Process:
+    return process_of("ServeReplica:lightning_ray:gateway")
 
 
 def kill_at_the_record(log: Path, victim: psutil.Process) -> None:
@@ -56,6 +61,7 @@ def ask(gateway: Running, attempt: str, killing: threading.Thread) -> tuple[str,
 
 
 def test_a_call_that_was_recorded_is_answered_by_the_next_replica(gateway):
+    gateway.attempt()  # whoever uses the store first opens it
     [log] = (gateway.folder / "store" / "calls").glob("*.log")
     for number in range(2):
         ray.get(gateway.engines[0].script.remote([f"answer {number}", "another"], 1.0))
@@ -74,3 +80,33 @@ def test_a_call_that_was_not_recorded_is_sampled_anew_and_recorded_once(gateway)
     [call] = ray.get(gateway.store.calls.remote(attempt))
     assert said == call.text == "another"
     assert tries > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_whose_only_engine_dies_goes_on_with_the_next_life_of_it(gateway, stream):
+    [engine] = gateway.engines
+    ray.get(engine.script.remote(["lost with the engine"], 60.0))
+    attempt = gateway.attempt()
+    threading.Timer(1.5, process_of("ray::ScriptedEngine").kill).start()
+    client = gateway.client(attempt)  # it does not try again
+    reply = client.chat.completions.create(model="m", messages=HELLO, stream=stream)
+    if stream:
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices)
+    else:
+        said = reply.choices[0].message.content
+    [call] = ray.get(gateway.store.calls.remote(attempt))
+    assert said == call.text == "unset"
+    summary = ray.get(gateway.store.end_attempt.remote(attempt, Outcome.COMPLETED, "", time.time()))
+    assert summary.last_fault is None
+
+
+def test_a_stream_is_not_cut_when_the_store_dies_under_it(gateway):
+    ray.get(gateway.engines[0].script.remote(["kept"], 8.0))
+    attempt = gateway.attempt()
+    killing = threading.Timer(6.0, process_of("ray::StoreActor").kill)
+    killing.start()
+    reply = gateway.client(attempt).chat.completions.create(model="m", messages=HELLO, stream=True)
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices)
+    killing.join()
+    [call] = ray.get(gateway.store.calls.remote(attempt))
+    assert said == call.text == "kept"

@@ -432,7 +432,7 @@ def test_a_cancelled_generation_stops_in_the_engine(gateway):
     say(gateway, "never", seconds=30)
 
     async def start_and_cancel():
-        pool = EnginePool(gateway.engines)
+        pool = EnginePool(gateway.engines, 0)
         asked = pool.generate("r", np.array([1], np.int32), temperature=1.0, max_tokens=5)
         running = asyncio.ensure_future(asked)
         await asyncio.sleep(1)

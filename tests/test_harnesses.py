@@ -29,7 +29,7 @@ import ray
 from support import Running, tokens_by_fate
 
 from lightning_ray.gateway import deploy
-from lightning_ray.records import Branch, Call, Outcome, SideCall, Task
+from lightning_ray.records import Branch, Call, FinishReason, Outcome, SideCall, Task
 from lightning_ray.rollouts import harness, installation, local
 from lightning_ray.rollouts.process import Limits
 from lightning_ray.rollouts.sandbox import Wanted
@@ -368,3 +368,15 @@ def test_a_compaction_is_a_side_call_and_begins_a_tree(gateway, tmp_path):
             assert SUMMARY in gateway.tokenizer.decode(work[1].prompt.tolist())
             assert work[0].seq < summary.seq < work[1].seq
             check_tokens(calls, [work[:1], work[1:]])
+
+
+@pytest.mark.slow
+def test_a_turn_that_is_cut_off_ends_codex_and_is_graded(gateway, tmp_path):
+    # Codex does not go on after `response.incomplete`, and does not ask again either.
+    ray.get(gateway.engines[0].play.remote({CASES["codex"].marker: [LONG * 2]}))
+    asked = request(gateway, "codex", tmp_path)
+    result = local.run_attempt(asked)
+    assert result.outcome.caused_by_policy, result.detail
+    [call] = ray.get(gateway.store.calls.remote(asked.attempt_id))
+    assert call.finish_reason is FinishReason.LENGTH and len(call.tokens) == 4000
+    check_tokens([call], [[call]])

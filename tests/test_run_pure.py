@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_ray.config import ConfigError
 from lightning_ray.records import PolicyVersion, RolloutSpec, Task
-from lightning_ray.run import data
+from lightning_ray.run import checkpoint, data
 from lightning_ray.run.checkpoint import Checkpoints, State
 from lightning_ray.run.cycle import Phase, Plan, Position
 from lightning_ray.run.groups import Group
@@ -166,4 +166,23 @@ def test_a_checkpoint_that_was_cut_off_is_not_seen(tmp_path):
         checkpoints.write(State(Position(2, Phase.COLLECT), PolicyVersion("l", 2), "", 0), killed)
     again = Checkpoints(tmp_path, keep=2)
     assert again.latest()[1].version.step == 1
+    write(again, 2)
+    assert again.latest()[1].version.step == 2
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
+
+
+def test_a_checkpoint_whose_removal_was_cut_off_is_not_seen(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 1)
+
+    def killed(folder):
+        (folder / "weights").unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(checkpoints, 2)
+    monkeypatch.undo()
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step-00001.partial", "step-00002"]
+    assert Checkpoints(tmp_path, keep=1).latest()[1].version.step == 2

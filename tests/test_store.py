@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,13 @@ from lightning_ray.records import (
     Task,
 )
 from lightning_ray.store.attempts import Known
-from lightning_ray.store.errors import AttemptOver, DuplicateReward, StoreLocked, UnknownAttempt
+from lightning_ray.store.errors import (
+    AttemptOver,
+    DuplicateReward,
+    StoreError,
+    StoreLocked,
+    UnknownAttempt,
+)
 from lightning_ray.store.rollouts import RolloutStore
 
 
@@ -129,11 +136,41 @@ def test_the_last_fault_is_forgotten_when_a_later_call_succeeds(store: RolloutSt
     assert store.end_attempt("r-a1", Outcome.COMPLETED, "", 2.0).last_fault is None
 
 
-def test_a_second_reward_is_refused_and_the_first_one_stays(store: RolloutStore):
-    store.post_reward("r", Reward(0.5, False, {"tests": 3.0}), "grader")
+def test_another_reward_is_refused_and_the_first_one_stays(store: RolloutStore):
+    first = Reward(0.5, False, {"tests": 3.0})
+    store.post_reward("r", first, "grader")
+    for reward, source in ((Reward(1.0, True), "grader"), (first, "post")):
+        with pytest.raises(DuplicateReward):
+            store.post_reward("r", reward, source)
+    assert store.reward("r") == first
+    with pytest.raises(StoreError, match="no rollout"):
+        store.post_reward("nobody", first, "grader")
+
+
+def test_what_is_asked_for_twice_is_done_once(store: RolloutStore):
+    """Ray sends a request again when the store died before it answered."""
+    store.append([make_call("c0", [1], [2])])
+    ends = [store.end_attempt("r-a0", Outcome.COMPLETED, "", 2.0) for _ in range(2)]
+    assert ends[0] == ends[1] and ends[0].calls == 1
+    store.start_attempt("r-a0", "r", 0, "hash", 1.0)
+    assert not store.attempt("r-a0").live  # it had ended
+    with pytest.raises(StoreError, match="another key"):
+        store.start_attempt("r-a0", "r", 0, "another hash", 1.0)
+    for _ in range(2):
+        store.post_reward("r", Reward(0.5, False, {"tests": 3.0}), "grader")
+
+
+def test_a_refused_write_takes_no_other_calls_with_it(store: RolloutStore):
+    store.start_attempt("r-a1", "r", 1, "hash", 1.0)
+    store.post_reward("r", Reward(1.0, True), "grader")
+    store.append([make_call("c0", [1], [2]), make_call("c1", [1, 2, 3], [4], attempt="r-a1")])
     with pytest.raises(DuplicateReward):
-        store.post_reward("r", Reward(1.0, True), "grader")
-    assert store.reward("r") == Reward(0.5, False, {"tests": 3.0})
+        store.post_reward("r", Reward(0.0, False), "grader")
+    with pytest.raises(StoreError):
+        store.start_attempt("r-a1", "r", 1, "another hash", 1.0)
+    assert store.end_attempt("r-a0", Outcome.COMPLETED, "", 2.0).calls == 1
+    assert store.end_attempt("r-a1", Outcome.COMPLETED, "", 2.0).calls == 1
+    assert len(store.calls("r-a0")) == len(store.calls("r-a1")) == 1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "1", None])
@@ -170,16 +207,17 @@ def test_attempts_continue_their_numbering_after_a_restart(store: RolloutStore):
 
 
 def test_a_torn_tail_is_cut_off_and_everything_before_it_stays(tmp_path: Path):
-    store = RolloutStore(tmp_path)
+    store = RolloutStore(tmp_path / "before")
     store.create_rollouts([make_spec()])
     store.start_attempt("r-a0", "r", 0, "hash", 1.0)
     store.append([make_call("c0", [1], [2])])
     store.append([make_call("c1", [1, 2, 3], [4])])
+    shutil.copytree(tmp_path / "before", tmp_path / "after")  # what a crash leaves
     store.close()
-    log = next((tmp_path / "calls").glob("*.log"))
+    log = next((tmp_path / "after" / "calls").glob("*.log"))
     log.write_bytes(log.read_bytes()[:-3])
-    store = RolloutStore(tmp_path)
-    assert store.torn_bytes > 0
+    store = RolloutStore(tmp_path / "after")
+    assert [torn.stat().st_size > 0 for torn in store.torn] == [True]
     assert [call.call_id for call in store.calls("r-a0")] == ["c0"]
     store.append([make_call("c2", [1, 2, 5], [6])])
     assert [call.call_id for call in store.calls("r-a0")] == ["c0", "c2"]

@@ -193,8 +193,6 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(
     assert again["optim/grad_norm"] == metrics["optim/grad_norm"]
     assert resumed.export(tmp_path / "b.safetensors") == expected
     assert checksum(load_file(tmp_path / "b.safetensors")) == expected
-    with pytest.raises(ValueError, match="checkpoint of 1 trainer ranks"):
-        resumed.load(tmp_path)
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])

@@ -8,77 +8,36 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
+from runs import PATIENCE, ROOT, command, start, wait_for
 
+from lightning_ray import metrics
 from lightning_ray.run.checkpoint import Checkpoints
 from lightning_ray.tasks.swe import embedded
-
-# Seconds for one run of the tiny model; four times what two busy cores need.
-PATIENCE = 600
-
-
-def command(run_dir: Path, *overrides: str) -> list[str]:
-    return [
-        sys.executable,
-        "jobs/train_swe.py",
-        f"run.dir={run_dir}",
-        "model.path=tiny",
-        "model.max_model_len=512",
-        "trainer.ranks=2",
-        "trainer.threads=1",
-        "trainer.micro_batch_tokens=1024",
-        "engine.threads=1",
-        "run.groups_per_step=2",
-        # Collocated async: a group is carried over, its calls are interrupted.
-        "run.groups_in_flight=3",
-        "run.drain_s=0",
-        "run.checkpoint_every=1",
-        "rollout.n=4",
-        "rollout.concurrency=4",
-        "task.validation=null",
-        "gateway.port=0",
-        "tracking.backends=[]",
-        *overrides,
-    ]
-
-
-def metrics(run_dir: Path) -> list[dict]:
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory, request):
     """A run of two steps that was killed after its first checkpoint and started again."""
-    root = Path(__file__).parents[1]
     run_dir = tmp_path_factory.mktemp("run") / "run"
-    log = (run_dir.parent / "first.log").open("w")
-    first = subprocess.Popen(
-        command(run_dir, "run.steps=2"), cwd=root, stdout=log, stderr=subprocess.STDOUT
-    )
-    deadline = time.monotonic() + PATIENCE
-    while not metrics(run_dir):
-        assert first.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()
-        time.sleep(0.2)
+    log = run_dir.parent / "log"
+    first = start(run_dir, log, "run.steps=2")
+    wait_for(first, log, lambda: Checkpoints(run_dir, keep=2).latest())
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     saved = Checkpoints(run_dir, keep=2).latest()
-    second = subprocess.run(
-        command(run_dir, "run.steps=2"), cwd=root, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert second.returncode == 0, second.stdout + second.stderr
-    return run_dir, saved, second.stdout
+    log = run_dir.parent / "second.log"
+    second = start(run_dir, log, "run.steps=2")
+    assert second.wait(PATIENCE) == 0, log.read_text()
+    return run_dir, saved, log.read_text()
 
 
 def test_a_killed_run_goes_on_with_the_same_weights_and_trains_each_step_once(killed_and_resumed):
     run_dir, (_, state), output = killed_and_resumed
     # The driver compares the checksum of the restored weights with the one in the checkpoint.
     assert f"resuming at step {state.version.step}" in output
-    assert [row["step"] for row in metrics(run_dir)] == [1, 2]
+    assert [row["step"] for row in metrics.read(run_dir)] == [1, 2]
     _, last = Checkpoints(run_dir, keep=2).latest()
     assert last.version.step == 2
     assert last.checksum != state.checksum
@@ -89,7 +48,7 @@ def test_a_killed_run_goes_on_with_the_same_weights_and_trains_each_step_once(ki
 
 def test_every_sampled_token_is_accounted_for_and_the_numbers_are_there(killed_and_resumed):
     run_dir, _, _ = killed_and_resumed
-    for row in metrics(run_dir):
+    for row in metrics.read(run_dir):
         fates = [v for k, v in row.items() if k.startswith("ledger/") and k != "ledger/sampled"]
         assert row["ledger/sampled"] == sum(fates) > 0
         assert row["rollouts/finished"] == 8
@@ -133,7 +92,7 @@ def test_an_evaluation_reports_base_and_trained_weights_and_goes_on_where_it_was
     for _ in range(2):  # the second time every rollout is there already
         done = subprocess.run(
             evaluate,
-            cwd=Path(__file__).parents[1],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=PATIENCE,
@@ -170,6 +129,21 @@ def test_every_token_of_a_run_can_be_explained(killed_and_resumed, capsys):
     assert entry["fate"] in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_ranks(killed_and_resumed):
+    run_dir, _, _ = killed_and_resumed
+    log = run_dir.parent / "one_rank.log"
+    # It compares the checksum of the weights with the checkpoint's before it goes on.
+    assert start(run_dir, log, "run.steps=3", "trainer.ranks=1").wait(PATIENCE) == 0, (
+        log.read_text()
+    )
+    said = log.read_text()
+    assert "was written with trainer.ranks=2: the weights go on with 1" in said
+    assert "resuming at step 2" in said
+    _, state = Checkpoints(run_dir, keep=2).latest()
+    assert state.version.step == 3
+
+
 def test_a_taken_port_is_one_line(tmp_path):
     import socket
 
@@ -179,7 +153,7 @@ def test_a_taken_port_is_one_line(tmp_path):
         port = taken.getsockname()[1]
         done = subprocess.run(
             command(tmp_path / "run", f"gateway.port={port}"),
-            cwd=Path(__file__).parents[1],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=PATIENCE,

@@ -225,10 +225,9 @@ class EngineActor(Exchange):
                 f"{len(self._running)} generations are running; drain them before a weight sync"
             )
         self._usable.clear()
-        try:
-            return await self._load(policy, verify)
-        finally:
-            self._usable.set()
+        digest = await self._load(policy, verify)
+        self._usable.set()  # only now: weights that came in part must not sample
+        return digest
 
     async def drain(self, within_s: float | None = None) -> Drained:
         """Lets new generations wait until weights are loaded; returns when none is running. Those

@@ -7,11 +7,13 @@ no more (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghadd
 marks it as down and asks the next one.
 
 Invariants: a rollout moves only when its engine is gone or has `BOUND` times the mean load; no
-engine gets a call that takes it above that; a call fails only when every engine failed it.
+engine gets a call that takes it above that; a call fails only when every engine failed it, and
+none came back in time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import math
@@ -35,6 +37,8 @@ DOWN_SECONDS = 30.0
 # The fullest engine has a quarter more than its share; with less, more rollouts would have to leave
 # the engine that knows their prefix.
 BOUND = 1.25
+# Between two tries of engines that all failed.
+AGAIN_S = 1.0
 # Rollouts whose engine is remembered; one that was forgotten starts where hashing puts it.
 REMEMBERED = 10_000
 
@@ -91,21 +95,34 @@ def _weight(rollout_id: str, engine: int) -> bytes:
 
 
 class EnginePool:
-    """The engines of a run. `engines` are handles of `EngineActor`s."""
+    """The engines of a run. `engines` are handles of `EngineActor`s; while none of them runs, a
+    call waits `patience_s` seconds for one that is started again."""
 
-    def __init__(self, engines: Sequence[Any]) -> None:
+    def __init__(self, engines: Sequence[Any], patience_s: float) -> None:
+        self._patience_s = patience_s
         self._couriers = [Courier(engine) for engine in engines]
         self._router = Router(len(engines))
 
     async def generate(self, rollout_id: str, prompt: np.ndarray, **sampling: Any) -> Generation:
         """`EngineActor.generate` on the engine of `rollout_id`, or on the next one if that one is
-        gone.
+        gone, or on the first that is there again.
 
         Raises:
-            NoEngine: every engine failed.
+            NoEngine: every engine failed, for `patience_s` seconds.
         """
         failed: list[int] = []
-        while (engine := self._router.choose(rollout_id, time.monotonic(), failed)) is not None:
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            engine = self._router.choose(rollout_id, time.monotonic(), failed)
+            if engine is None and time.monotonic() < deadline:
+                await asyncio.sleep(AGAIN_S)
+                failed.clear()
+                continue
+            if engine is None:
+                raise NoEngine(
+                    f"all {len(self._couriers)} engines failed for {self._patience_s:g} s; see the "
+                    "Ray dashboard for their logs"
+                )
             try:
                 courier = self._couriers[engine]
                 with self._router.serving(engine):
@@ -115,6 +132,3 @@ class EnginePool:
                 log.warning("engine %d failed a call of %s: %s", engine, rollout_id, error)
                 self._router.lost(engine, time.monotonic())
                 failed.append(engine)
-        raise NoEngine(
-            f"all {len(self._couriers)} engines failed; see the Ray dashboard for their logs"
-        )

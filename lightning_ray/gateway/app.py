@@ -123,7 +123,10 @@ class GatewayDeployment:
         self._config = config
         self._operator = Operator(config, store, operator_hash)
         self._service = Service(
-            config, Renderer(model_dir, config.model), EnginePool(engines), store
+            config,
+            Renderer(model_dir, config.model),
+            EnginePool(engines, config.engine.restart_timeout_s),
+            store,
         )
 
     def __serve_build_asgi_app__(self) -> Dispatch:

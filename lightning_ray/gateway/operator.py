@@ -60,7 +60,7 @@ class Operator:
         """Takes the reward of a rollout from a grader outside.
 
         Raises:
-            ApiError: 401, 404, 400 (not a reward), 409 (it has one already).
+            ApiError: 401, 404, 400 (not a reward), 409 (it has another one already).
         """
         key = access.key_of(headers)
         expected = await self._store.grader_key.remote(rollout_id)
@@ -75,7 +75,7 @@ class Operator:
         try:
             await self._store.post_reward.remote(rollout_id, reward, "post")
         except DuplicateReward as error:
-            raise ApiError(409, f"Rollout {rollout_id} already has a reward.") from error
+            raise ApiError(409, f"Rollout {rollout_id} already has another reward.") from error
         except StoreError as error:
             raise ApiError(404, f"There is no rollout {rollout_id!r}.") from error
         return {"rollout_id": rollout_id, "reward": reward.value}

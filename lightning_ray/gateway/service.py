@@ -9,6 +9,7 @@ name is recorded and ignored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import pickle
@@ -74,6 +75,7 @@ class Service:
         )
         self._replica = uuid.uuid4().hex
         self._paused_since: float | None = None
+        self._paused_by = ""  # why the gate is closed
         self._answers = Answers(lambda: self._paused_since is not None)
         self._memories: OrderedDict[str, Memory] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -102,7 +104,8 @@ class Service:
             request = dialect.parse(data)
             fingerprint = bodies.fingerprint(dialect.NAME, data)
             is_retry = headers.get("x-stainless-retry-count", "0") not in ("0", "")
-            opening = await self._open(memory, fingerprint, is_retry, arrived)
+            asked = Asked(attempt_id, fingerprint, self._replica, is_retry, 0, request.samples)
+            opening = await self._open(memory, asked, arrived)
             if opening.verdict is Verdict.REPLAY:
                 return await self._replayed(dialect, request, memory, opening)
             making = (
@@ -112,11 +115,8 @@ class Service:
             )
             assert making is not None
             return await self._deliver(dialect, request, making, arrived)
-        except AttemptOver as error:
-            raise ApiError(410, f"Attempt {attempt_id} has ended.", code="attempt_over") from error
-        except ray.exceptions.RayActorError as error:
-            log.warning("the store did not answer a call of %s: %s", attempt_id, error)
-            raise ApiError(503, "The store is starting again.", code="unavailable") from error
+        except (AttemptOver, ray.exceptions.RayActorError) as error:
+            raise _answer_to(error) from error
 
     async def admit(self, attempt_id: str, headers: Mapping[str, str]) -> AttemptInfo:
         """The attempt, if it lives and the request carries its key.
@@ -152,13 +152,11 @@ class Service:
             self._memories.popitem(last=False)
         return memory
 
-    async def _open(
-        self, memory: Memory, fingerprint: str, is_retry: bool, arrived: float
-    ) -> Opening:
+    async def _open(self, memory: Memory, asked: Asked, arrived: float) -> Opening:
         """Passes the gate and claims the request, or finds whose answer it gets."""
-        attempt_id = memory.attempt.attempt_id
+        attempt_id = asked.attempt_id
         while True:
-            asked = Asked(attempt_id, fingerprint, self._replica, is_retry, len(memory.calls))
+            asked = replace(asked, known=len(memory.calls))
             opened = self._open_call(asked)
             try:
                 opening, calls = await asyncio.shield(opened)
@@ -168,11 +166,11 @@ class Service:
                 raise
             if opening is None:
                 left = arrived + self._config.gateway.hold_s - time.monotonic()
-                if left <= 0 or not await self._store.wait_gate.remote(left):
-                    raise ApiError(503, "The policy is being updated; try again.", code="paused")
+                if closed := await self._store.wait_gate.remote(max(0.0, left)):
+                    raise ApiError(503, f"{closed}; try again.", code="paused")
                 continue
             memory.learn(calls)
-            here = self._answers.find(attempt_id, fingerprint)
+            here = self._answers.find(attempt_id, asked.request)
             if opening.verdict is not Verdict.WAIT or here:
                 return opening
             await asyncio.sleep(WAIT_S)
@@ -234,11 +232,12 @@ class Service:
             seqs = await self._record((calls, claim_id))
         except BaseException as error:
             self._tell(self._store.drop_call.remote(attempt_id, claim_id))
-            if isinstance(error, NoEngine | OSError):
-                await self._store.record_fault.remote(attempt_id, 503)
-                raise ApiError(503, f"Try again: {error}", code="unavailable") from error
             if isinstance(error, ValueError):
                 raise ApiError(400, f"The engine refuses this request: {error}") from error
+            if isinstance(error, Exception) and not isinstance(error, ApiError | AttemptOver):
+                self._tell(self._store.record_fault.remote(attempt_id, 503))
+            if isinstance(error, NoEngine | OSError):
+                raise ApiError(503, f"Try again: {error}", code="unavailable") from error
             raise
         # Else the store would send them back with the next request.
         memory.learn([replace(call, seq=seq) for call, seq in zip(calls, seqs, strict=True)])
@@ -319,7 +318,7 @@ class Service:
         while not making.task.done():
             since = self._paused_since
             if since is not None and time.monotonic() - since > SHORT_PAUSE_S:
-                raise ApiError(503, "The policy is being updated; try again.", code="paused")
+                raise ApiError(503, f"{self._paused_by}; try again.", code="paused")
             await asyncio.wait([making.task], timeout=LIFE_S)
 
     async def _events(
@@ -332,10 +331,8 @@ class Service:
                 await asyncio.wait([making.task], timeout=KEEPALIVE_S)
             try:
                 answer = await making.answer()
-            except AttemptOver:
-                yield dialect.failure(request, making.head, ApiError(410, "The attempt is over."))
-            except ApiError as error:
-                yield dialect.failure(request, making.head, error)
+            except Exception as error:
+                yield dialect.failure(request, making.head, _answer_to(error))
             else:
                 for event in dialect.finish(request, answer):
                     yield event
@@ -363,7 +360,8 @@ class Service:
         """Sends a message to the store without waiting for it."""
 
         async def sent() -> None:
-            await message
+            with contextlib.suppress(OSError, ray.exceptions.RayActorError):
+                await message
 
         task = asyncio.ensure_future(sent())
         self._tasks.add(task)
@@ -373,9 +371,23 @@ class Service:
         """Keeps this replica's claims while it makes answers, and forgets attempts that ended."""
         while len(self._answers):
             unused = list(islice(self._memories, ASKED_ATTEMPTS))
-            over, is_open = await self._store.replica_alive.remote(self._replica, unused)
+            over, self._paused_by = await self._store.replica_alive.remote(self._replica, unused)
             for ended in over:
                 self._memories.pop(ended, None)
             paused = self._paused_since or time.monotonic()
-            self._paused_since = None if is_open else paused
+            self._paused_since = paused if self._paused_by else None
             await asyncio.sleep(LIFE_S)
+
+
+def _answer_to(error: Exception) -> ApiError:
+    """What a client is told of an exception that ended its call."""
+    match error:
+        case ApiError():
+            return error
+        case AttemptOver():
+            return ApiError(410, "The attempt has ended.", code="attempt_over")
+        case ray.exceptions.RayActorError():
+            log.warning("the store did not answer a call: %s", error)
+            return ApiError(503, "The store is starting again.", code="unavailable")
+    log.error("a call failed", exc_info=error)
+    return ApiError(500, "An error in the gateway; its log has more.", code="internal_error")

@@ -13,6 +13,7 @@ harness can reach is said in `sandbox.py`; `prepare` and `collect` run outside.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pkgutil
@@ -21,6 +22,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +39,8 @@ from lightning_ray.rollouts.sandbox import SandboxError, Wanted, around
 _FAMILY_S = (
     300  # a workspace that the policy booby-trapped (a named pipe, say) must not hold us for ever
 )
+_PREFIX = "lr-box-"
+_NEW_S = 60  # between the making of a box and its being held is much less
 _ARTIFACT_BYTES = 64 << 20  # larger files are no trajectories
 
 _OUTCOMES = {
@@ -47,6 +51,7 @@ _OUTCOMES = {
     EndedBy.OUTPUT: Outcome.OUTPUT_LIMIT,
     EndedBy.DISK: Outcome.OUTPUT_LIMIT,
     EndedBy.NOT_STARTED: Outcome.LAUNCH_FAULT,
+    EndedBy.NO_MEMORY: Outcome.NODE_LOST,
     EndedBy.LOST: Outcome.NODE_LOST,
 }
 
@@ -91,7 +96,10 @@ def run_attempt(request: AttemptRequest) -> AttemptResult:
     """Runs one attempt to its end. Only cancellation raises; then, too, everything is dead."""
     for folder in (request.log_dir.parent, request.log_dir):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    box = Path(tempfile.mkdtemp(prefix="lr-"))
+    _sweep()
+    box = Path(tempfile.mkdtemp(prefix="lr-kept-" if request.keep_workspaces else _PREFIX))
+    held = os.open(box, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
     try:
         return _run_in(box, request)
     except (InstallError, RecipeError, PreloadError, SandboxError, _FamilyError) as error:
@@ -101,6 +109,7 @@ def run_attempt(request: AttemptRequest) -> AttemptResult:
             (request.log_dir / "box").symlink_to(box)
         else:
             _remove(box)
+        os.close(held)
 
 
 def classify(report: ExitReport) -> Outcome:
@@ -212,6 +221,22 @@ def _keep(source: Path, into: Path) -> None:
                 target = into / file.relative_to(source.parent)
                 target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 shutil.copyfile(file, target)
+
+
+def _sweep() -> None:
+    """Removes what workers have left that were killed: boxes that nobody holds, and that were not
+    made just now."""
+    for box in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        # Somebody holds it, or has removed it, or it is another user's.
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            made = box.stat().st_mtime
+            folder = os.open(box, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - made > _NEW_S:
+                    _remove(box)
+            finally:
+                os.close(folder)
 
 
 def _remove(box: Path) -> None:

@@ -76,6 +76,8 @@ class ExitReport:
                 return f"killed by signal {self.status} ({name}) after {self.seconds:.1f} s{said}"
             case EndedBy.NOT_STARTED:
                 return f"could not be started: {self.error}"
+            case EndedBy.NO_MEMORY:
+                return f"killed after {self.seconds:.1f} s: the machine had no memory left"
             case EndedBy.LOST:
                 return f"its supervisor was killed after {self.seconds:.1f} s"
         return f"killed after {self.seconds:.1f} s: passed its {self.ended_by} limit"

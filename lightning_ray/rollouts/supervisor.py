@@ -66,6 +66,7 @@ class EndedBy(StrEnum):
 
     EXIT = "exit"  # it ended with an exit status
     SIGNAL = "signal"  # a signal that was not ours killed it
+    NO_MEMORY = "no_memory"  # the kernel killed a process because the machine had no memory left
     TIME = "time"  # still running at the time limit
     MEMORY = "memory"  # resident memory of all its processes passed the limit
     PROCESSES = "processes"  # more processes at a time than the limit
@@ -231,7 +232,7 @@ def _watch(
     poll.register(os.pidfd_open(child.pid), select.POLLIN)
     poll.register(output, select.POLLIN)
     poll.register(sys.stdin.fileno(), select.POLLIN)
-    next_look, ended_by, status = 0.0, None, None
+    next_look, ended_by, status, kills = 0.0, None, None, uses.kills()
     while ended_by is None:
         now = time.monotonic()
         if now >= next_look:
@@ -249,8 +250,11 @@ def _watch(
                 poll.unregister(output)
         if (ended := _reap(child.pid)) is not None:
             status = os.waitstatus_to_exitcode(ended)
-            # A program that the kernel killed for its memory has passed that limit.
+            # A program that the kernel killed for its memory has passed that limit, or the machine
+            # had no more.
             ended_by = EndedBy.EXIT if status >= 0 else _passed(usage) or EndedBy.SIGNAL
+            if status == -signal.SIGKILL and ended_by is EndedBy.SIGNAL and uses.kills() > kills:
+                ended_by = EndedBy.NO_MEMORY
         elif sys.stdin.fileno() in ready:
             ended_by = EndedBy.LOST  # the caller went away; nobody will read this
         elif time.monotonic() >= deadline:

@@ -1,9 +1,9 @@
 """What a program uses of its machine, against what it may use.
 
 `Usage` is asked from time to time by the supervisor and names the limit that was passed. Memory is
-the sum of resident sizes; one pass over /proc reads parent and memory of every process at once. A
-folder is measured only when its disk has lost so much that it may be over its limit. Where this
-machine lets us make a control group (`Cgroup`), the kernel holds looser limits besides.
+the sum of resident sizes of the processes that descend from the supervisor. A folder is measured
+only when its disk has lost so much that it may be over its limit. Where this machine lets us make a
+control group (`Cgroup`), the kernel holds looser limits besides.
 
 Invariants: looking stays cheap, whatever the program makes; a folder that cannot be measured is
 over its limit.
@@ -19,7 +19,7 @@ import resource
 import stat
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 _INODE_BYTES = 4096  # what an empty file counts as: a disk runs out of inodes too
@@ -77,24 +77,49 @@ class Usage:
 
 def descendants() -> dict[int, int]:
     """Resident bytes of each descendant of this process. Zombies count: one whose main thread has
-    ended looks like a zombie while its other threads run."""
-    page = resource.getpagesize()
-    children: dict[int, list[tuple[int, int]]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            with open(f"/proc/{name}/stat", "rb") as file:
-                text = file.read()
-            # The second field, the program's name in brackets, may hold anything; count from its
-            # end.
-            _, parent, *rest = text[text.rindex(b")") + 2 :].split()
-            children.setdefault(int(parent), []).append((int(name), int(rest[19]) * page))
+    ended looks like a zombie while its other threads run. One that is just being forked may be
+    missed, and is there the next time."""
+    children = _children if os.path.exists(_CHILDREN.format(os.getpid(), os.getpid())) else _all()
     found: dict[int, int] = {}
     queue = [os.getpid()]
     while queue:
-        for pid, rss in children.get(queue.pop(), ()):
-            found[pid] = rss
-            queue.append(pid)
+        for pid in children(queue.pop()):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                with open(f"/proc/{pid}/statm") as file:
+                    found[pid] = int(file.read().split()[1]) * resource.getpagesize()
+                queue.append(pid)
     return found
+
+
+_CHILDREN = "/proc/{}/task/{}/children"
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(_CHILDREN.format(pid, thread)) as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def _all() -> Callable[[int], list[int]]:
+    """For kernels that do not list children (gVisor, say): every process is looked at."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            text = file.read()
+            # The second field, the program's name in brackets, may hold anything; count from its
+            # end.
+            parent = text[text.rindex(b")") + 2 :].split()[1]
+            children.setdefault(int(parent), []).append(int(name))
+    return lambda pid: children.get(pid, [])
+
+
+def kills() -> int:
+    """How many processes the kernel has killed since it started, for want of memory."""
+    with open("/proc/vmstat") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
 
 
 def _free(folder: str) -> int:

@@ -1,8 +1,9 @@
 """Checkpoints of a run: `checkpoints/step-00004/` with `state.json`, `trainer/` and `hf/`.
 
-A checkpoint is written under a temporary name, made durable, and renamed. Invariants: a folder
-without `.partial` in its name is whole; the best one is never pruned; the weights in it have the
-checksum that its state names.
+A checkpoint is written under a temporary name, made durable, and renamed; one that goes is renamed
+back first. Invariants: a folder without `.partial` in its name is whole; the best one is never
+pruned; the weights in it have the checksum that its state names; reading changes nothing. With
+`storage`, all of them are copied there too, in the background (`storage.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from lightning_ray.records import PolicyVersion
 from lightning_ray.run.cycle import Phase, Position
 from lightning_ray.run.groups import Group
+from lightning_ray.run.storage import BEST, STATE, Mirror
 from lightning_ray.store.log import fsync
 
 
@@ -24,7 +26,8 @@ class State:
     """What a run resumes from. `position` is what comes next; `checksum` is that of the exported
     weights; `next_place` is the first place of the task order that no group has; `pending` are the
     groups in flight, `consumed` the ids of those that the last update took; `ancestry` are the last
-    versions of earlier lineages whose weights these ones come from."""
+    versions of earlier lineages whose weights these ones come from; `ranks` is how many wrote the
+    trainer's part."""
 
     position: Position
     version: PolicyVersion
@@ -33,6 +36,7 @@ class State:
     consumed: tuple[str, ...] = ()
     pending: tuple[Group, ...] = ()
     ancestry: tuple[PolicyVersion, ...] = ()
+    ranks: int = 1
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -49,6 +53,7 @@ class State:
             tuple(data["consumed"]),
             tuple(Group(**group) for group in data["pending"]),
             tuple(PolicyVersion(**version) for version in data["ancestry"]),
+            data["ranks"],
         )
 
     def descends_from(self, version: PolicyVersion) -> bool:
@@ -58,31 +63,48 @@ class State:
 
 
 class Checkpoints:
-    """The checkpoints of the run in `run_dir`."""
+    """The checkpoints of the run in `run_dir`. `storage` is the path or URL of a copy.
 
-    def __init__(self, run_dir: Path, keep: int) -> None:
+    Raises:
+        ConfigError: no file system is known for the URL.
+        OSError: from `fetch`, `write`, `mark_best` and `settle`, if the storage refused.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, storage: str | None = None) -> None:
         self._root, self._keep = run_dir / "checkpoints", keep
+        self._mirror = Mirror(storage) if storage else None
         self._root.mkdir(parents=True, exist_ok=True)
-        for left_over in self._root.glob("*.partial"):
-            shutil.rmtree(left_over)
+
+    def fetch(self, say: Callable[[str], None]) -> None:
+        """Brings the checkpoints of the storage here, if there are none here."""
+        if self._mirror and self.latest() is None:
+            self._mirror.fetch(self._root, say)
+
+    def settle(self) -> None:
+        """Returns when the storage has what is here. Before anything here is removed, too."""
+        if self._mirror:
+            self._mirror.wait()
 
     def latest(self) -> tuple[Path, State] | None:
         """The newest whole checkpoint and its state."""
         folders = self._folders()
         if not folders:
             return None
-        return folders[-1], State.from_json((folders[-1] / "state.json").read_text())
+        return folders[-1], State.from_json((folders[-1] / STATE).read_text())
 
     def write(self, state: State, fill: Callable[[Path], None]) -> Path:
         """Writes a checkpoint; `fill` puts everything but the state into the folder it is given."""
+        self.settle()
         final = self._root / f"step-{state.position.step:05d}"
+        for left_over in self._root.glob("*.partial"):
+            shutil.rmtree(left_over)
         partial = final.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         fill(partial)
-        (partial / "state.json").write_text(state.to_json())
+        (partial / STATE).write_text(state.to_json())
         _fsync_tree(partial)
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            _delete(final, ".old.partial")
         partial.rename(final)
         fsync(self._root)
         self._prune()
@@ -95,12 +117,15 @@ class Checkpoints:
         if best is None or score >= best[1]:
             temporary = self._root / "best.tmp"
             temporary.write_text(json.dumps({"step": step, "score": score}))
-            temporary.replace(self._root / "best.json")
+            fsync(temporary)
+            temporary.replace(self._root / BEST)
+            fsync(self._root)
+            self.settle()
             self._prune()
 
     def best(self) -> tuple[Path, float] | None:
         """The best validated checkpoint and its score."""
-        pointer = self._root / "best.json"
+        pointer = self._root / BEST
         if not pointer.exists():
             return None
         data = json.loads(pointer.read_text())
@@ -108,13 +133,20 @@ class Checkpoints:
         return (folder, data["score"]) if folder.exists() else None
 
     def _folders(self) -> list[Path]:
-        return sorted(path.parent for path in self._root.glob("step-?????/state.json"))
+        return sorted(path.parent for path in self._root.glob(f"step-?????/{STATE}"))
 
     def _prune(self) -> None:
         best = self.best()
         for folder in self._folders()[: -self._keep]:
             if best is None or folder != best[0]:
-                shutil.rmtree(folder)
+                _delete(folder, ".partial")
+        if self._mirror:
+            self._mirror.update(self._root, self._folders())
+
+
+def _delete(folder: Path, suffix: str) -> None:
+    """Removes a folder, which at no moment is there in part."""
+    shutil.rmtree(folder.rename(folder.with_suffix(suffix)))
 
 
 def _fsync_tree(folder: Path) -> None:

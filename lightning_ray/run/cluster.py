@@ -27,9 +27,11 @@ _QUIET = {
 }
 
 # Of a local Ray itself. Idle workers stay: a new one costs seconds of a core, and attempts come in
-# waves.
+# waves. None is started before it is asked for: most would never have work.
 _LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
     "RAY_idle_worker_killing_time_threshold_ms": "3600000",
 }
 

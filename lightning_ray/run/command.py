@@ -15,10 +15,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from lightning_ray import config as configuration
 from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.report.console import Console, View
+
+if TYPE_CHECKING:
+    from lightning_ray.run.ending import Results
 
 ModelResolver = Callable[[str], Path]
 
@@ -76,13 +80,34 @@ def _train(config: RunConfig, resolve_model: ModelResolver, command: str) -> int
 
     def work(config: RunConfig, console: Console) -> None:
         from lightning_ray.run import ending
-        from lightning_ray.run.driver import Run
 
         with console:
-            results = Run(config, resolve_model(config.model.path), console).execute()
+            results = _until_done(config, resolve_model(config.model.path), console)
         ending.report(results, resume, console)
 
     return _on_cluster(config, work, resume)
+
+
+def _until_done(config: RunConfig, model_dir: Path, console: Console) -> Results:
+    """Runs to the end, also where a process of the run is lost: then it goes on from its last
+    checkpoint, up to run.restarts times without a new one in between."""
+    from lightning_ray.run.checkpoint import Checkpoints
+    from lightning_ray.run.driver import Run
+    from lightning_ray.run.waiting import ProcessLost
+    from lightning_ray.trainer.trainer import TrainerKilled
+
+    lost, before = 0, None
+    while True:
+        try:
+            return Run(config, model_dir, console).execute()
+        except (ProcessLost, TrainerKilled) as error:
+            latest = Checkpoints(config.run_dir, config.run.keep_checkpoints).latest()
+            lost, before = (lost + 1 if latest == before else 1), latest
+            if lost > config.run.restarts:
+                raise
+            console.print(
+                f"{error}\ngoing on from the last checkpoint, try {lost} of {config.run.restarts}"
+            )
 
 
 def evaluate(resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int:
@@ -123,7 +148,7 @@ def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], a
     from lightning_ray.engine.actor import EngineStartError
     from lightning_ray.gateway.deploy import GatewayStartError, reclaim_port, settle_port
     from lightning_ray.placement import PlacementError
-    from lightning_ray.run.stack import RunError
+    from lightning_ray.run.waiting import RunError
     from lightning_ray.store.errors import StoreError
     from lightning_ray.trainer.trainer import TrainerDied
 
@@ -151,7 +176,8 @@ def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], a
         TrainerDied,
         OSError,
     ) as error:
-        return _fail(f"{error}\nGo on, once that is put right, with: {again}")
+        said = getattr(error, "cause", error)  # Ray's copy of an actor's error is a whole trace
+        return _fail(f"{said}\nGo on, once that is put right, with: {again}")
     finally:
         ray.shutdown()
 

@@ -20,7 +20,7 @@ from lightning_ray.config import RunConfig, dump, load
 from lightning_ray.engine.actor import Policy
 from lightning_ray.metrics import MetricsLog
 from lightning_ray.placement import Bundles, Device, reserve
-from lightning_ray.records import FinishedRollout, PolicyVersion, RolloutState, Task
+from lightning_ray.records import FinishedRollout, Outcome, PolicyVersion, RolloutState, Task
 from lightning_ray.report.console import Console, View
 from lightning_ray.rollouts import harness, sandbox
 from lightning_ray.rollouts.lifecycle import ControllerStatus
@@ -29,7 +29,8 @@ from lightning_ray.run.checkpoint import Checkpoints, State
 from lightning_ray.run.collection import Collection, Harvest
 from lightning_ray.run.cycle import Phase, Plan, Position
 from lightning_ray.run.ending import Results
-from lightning_ray.run.stack import RunError, Stack, with_counts
+from lightning_ray.run.stack import Stack, with_counts
+from lightning_ray.run.waiting import RunError
 from lightning_ray.samples import batch, dataset, staleness
 from lightning_ray.samples.batch import Batch
 from lightning_ray.trainer import advantages
@@ -71,7 +72,10 @@ class Run:
         self._update_s = 0.0  # seconds of the last update
         self._checksum = ""
         self._view = View(0, config.run.steps, "starting")
-        self._values: dict[str, float] = {}
+        self._values: dict[str, float] = {}  # of this step, not logged yet
+        self._spent = 0.0  # seconds of this step
+        self._ended: Counter[Outcome] = Counter()  # attempts, as of the last step
+        self._status: ControllerStatus
         self._step_seconds: list[float] = []
         self._trainer: Trainer
         self._stack: Stack
@@ -81,11 +85,12 @@ class Run:
         """Runs to the end.
 
         Raises: RunError, TrainerDied, PlacementError, EngineStartError, GatewayStartError,
-            StoreLocked: see there; the run directory is whole and the same command goes on from it.
+            StoreLocked: see there; the run directory is whole, and the same command or another
+            `Run` goes on from it.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         bundles: Bundles | None = None
-        self._stack = Stack(self._config, self._model_dir, self.run_dir)
+        self._stack = Stack(self._config, self._model_dir, self.run_dir, self._say)
         self._collection = Collection(
             self._config, self._train, self._stack, self._estimator, self._say
         )
@@ -93,13 +98,17 @@ class Run:
             self._show("starting", note="store")
             self._stack.open_store()
             self._remember_config()
-            self._checkpoints = Checkpoints(self.run_dir, self._config.run.keep_checkpoints)
+            self._checkpoints = Checkpoints(
+                self.run_dir, self._config.run.keep_checkpoints, self._config.run.storage
+            )
+            self._checkpoints.fetch(self._say)
             self._metrics = MetricsLog(self.run_dir, self._config)
             self._show("starting", note="placement group")
             bundles = reserve(self._config)
             self._start(bundles)
             while self._position.phase is not Phase.DONE:
                 self._do(self._position)
+            self._checkpoints.settle()
             return ending.keep_model(self.run_dir, self._checkpoints)
         finally:
             self._show("stopping")
@@ -114,8 +123,15 @@ class Run:
             if bundles.device is Device.CPU:
                 serving = background.submit(self._stack.start, bundles, self._version)
             self._show("starting", note="trainer, engine and gateway")
-            self._trainer = Trainer(self._config, self._model_dir, bundles, self._config.run.steps)
-            resumed = self._restore()
+            found = self._checkpoints.latest()
+            self._trainer = Trainer(
+                self._config,
+                self._model_dir,
+                bundles,
+                self._config.run.steps,
+                self._weights(*found) if found else None,
+            )
+            resumed = self._restore(found)
             self._trainer.sleep()
             # On a GPU the trainer first: vLLM measures the memory that is left when it starts.
             serving = serving or background.submit(self._stack.start, bundles, self._version)
@@ -136,13 +152,18 @@ class Run:
         }
         self._show(position.phase)
         phases[position.phase]()
-        self._values[f"seconds/{position.phase}"] = time.monotonic() - started
+        seconds = time.monotonic() - started
+        self._values[f"seconds/{position.phase}"] = seconds
+        self._spent += seconds
         self._position = self._plan.following(position)
         if self._position.phase in (Phase.COLLECT, Phase.DONE):
-            self._metrics.log(position.step, self._values)
-            spent = [self._values.get(f"seconds/{phase}", 0.0) for phase in Phase]
-            self._step_seconds.append(sum(spent))
-            self._values = {}
+            self._log()
+            self._step_seconds.append(self._spent)
+            self._spent = 0.0
+
+    def _log(self) -> None:
+        self._metrics.log(self._position.step, self._values)
+        self._values = {}
 
     # -- phases ---------------------------------------------------------------------------------
 
@@ -155,6 +176,7 @@ class Run:
         )
         self._taken_at = time.monotonic()
         self._values |= self._rates(found, self._taken_at - started)
+        self._values |= self._outcomes()
         self._check_faults([r for r in found.rollouts if r.spec.group_id not in found.stale])
         self._batch = batch.build(
             found.rollouts,
@@ -194,6 +216,8 @@ class Run:
         self._update_s = time.monotonic() - started
 
     def _checkpoint(self) -> None:
+        # First, since a run that resumes here does not come by again.
+        self._log()
         self._checkpoints.write(self._state(), self._fill_checkpoint)
 
     def _state(self) -> State:
@@ -206,6 +230,7 @@ class Run:
             self._consumed,
             self._collection.pending,
             self._ancestry,
+            self._config.trainer.ranks,
         )
 
     def _fill_checkpoint(self, folder: Path) -> None:
@@ -258,14 +283,35 @@ class Run:
             )
         path.write_text(dump(self._config))
 
-    def _restore(self) -> bool:
+    def _weights(self, checkpoint: Path, state: State) -> Path | None:
+        """The model folder of a checkpoint that another number of ranks wrote, whose weights the
+        trainer starts from; None: it loads the checkpoint itself.
+
+        Raises:
+            RunError: the base model is needed besides (for the KL term, or below LoRA's adapters).
+        """
+        now, before = self._config.trainer.ranks, state.ranks
+        if now == before:
+            return None
+        if self._config.algorithm.kl or self._config.model.lora_rank:
+            raise RunError(
+                f"{checkpoint} was written with trainer.ranks={before}, not {now}, and with "
+                "algorithm.kl or model.lora_rank that number cannot change"
+            )
+        self._say(
+            f"{checkpoint} was written with trainer.ranks={before}: the weights go on with {now}, "
+            "the optimizer's moments and its warm-up start anew"
+        )
+        return checkpoint / "hf"
+
+    def _restore(self, found: tuple[Path, State] | None) -> bool:
         """Goes back to the last checkpoint; False if there is none."""
-        found = self._checkpoints.latest()
         if found is None:
             self._metrics.truncate(-1)
             return False
         folder, state = found
-        self._trainer.load(folder / "trainer")
+        if state.ranks == self._config.trainer.ranks:
+            self._trainer.load(folder / "trainer")
         self._version, self._position = state.version, self._plan.resumed(state.position)
         self._consumed = state.consumed
         self._collection.resume(state.next_place, state.pending)
@@ -278,14 +324,14 @@ class Run:
                 f"{self._checksum}, but {state.checksum} was "
                 "written; delete that checkpoint to go on from the one before it"
             )
-        self._metrics.truncate(self._version.step - (self._position.phase is Phase.VALIDATE))
+        self._metrics.truncate(self._version.step)
         self._say(f"resuming at step {self._version.step} from {folder}")
         return True
 
     # -- numbers --------------------------------------------------------------------------------
 
     def _check_faults(self, rollouts: Sequence[FinishedRollout]) -> None:
-        failed = [r for r in rollouts if r.state is not RolloutState.FINISHED]
+        failed = [r for r in rollouts if r.state is RolloutState.FAILED]
         self._values["rollouts/failed"] = len(failed)
         if len(failed) <= self._config.run.max_infrastructure_faults * len(rollouts):
             return
@@ -314,10 +360,16 @@ class Run:
             "length/prompt_tokens": sum(len(call.prompt) for call in calls) / count,
         }
 
+    def _outcomes(self) -> dict[str, float]:
+        """How many attempts ended how since the last step."""
+        ended = Counter(self._status.outcomes)
+        new, self._ended = ended - self._ended, ended
+        return {f"outcomes/{outcome}": new[outcome] for outcome in Outcome}
+
     # -- console --------------------------------------------------------------------------------
 
     def _progress(self, done: Sequence[FinishedRollout], status: ControllerStatus) -> None:
-        self._view = with_counts(self._view, done, status)
+        self._view, self._status = with_counts(self._view, done, status), status
         self._show(self._position.phase)
 
     def _show(self, phase: str, note: str = "") -> None:

@@ -49,7 +49,7 @@ def evaluate(
     """The scores of the base model and of `run_dir`'s trained weights, `samples` rollouts a
     task."""
     tasks = data.load_tasks(str(config.task.validation), "task.validation")
-    stack = Stack(config, base_dir, config.run_dir)
+    stack = Stack(config, base_dir, config.run_dir, console.print)
     stack.pointer.parent.mkdir(parents=True, exist_ok=True)
     bundles = None
     try:

@@ -8,6 +8,7 @@ before it ends what they talk to.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine import actor as engine_actor
@@ -25,6 +27,7 @@ from lightning_ray.records import Call, FinishedRollout, PolicyVersion, RolloutS
 from lightning_ray.report.console import View
 from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.lifecycle import ControllerStatus
+from lightning_ray.run.waiting import RunError, Waiting
 from lightning_ray.store import actor as store_actor
 
 # Seconds between two looks at the controller: how fresh the console is.
@@ -32,18 +35,26 @@ POLL_SECONDS = 1.0
 # Model calls that one engine actor holds at a time; vLLM queues what it cannot decode yet.
 ENGINE_CONCURRENCY = 4096
 
+# Longest wait for a process that is told to end.
+STOP_S = 60.0
+
 Progress = Callable[[Sequence[FinishedRollout], ControllerStatus], None]
 
 
-class RunError(RuntimeError):
-    """The run cannot go on; the message says why and what to do."""
-
-
 class Stack:
-    """See the module. Made by `start`."""
+    """See the module. Made by `start`. `say` tells the user what is waited for.
 
-    def __init__(self, config: RunConfig, model_dir: Path, run_dir: Path) -> None:
+    Raises:
+        ProcessLost: from every method, when a process of it died or does not answer. Engines are
+            waited for, since Ray starts them again.
+    """
+
+    def __init__(
+        self, config: RunConfig, model_dir: Path, run_dir: Path, say: Callable[[str], None]
+    ) -> None:
         self.config, self._model_dir, self._run_dir = config, model_dir, run_dir
+        self._say, self._trouble, self._torn = say, "", list[Path]()
+        self._wait = Waiting(config.run.wait_timeout_s, say, self._look_at_store)
         self.pointer = run_dir / "policy.json"
         self.store: Any = None
         self.engines: list[Any] = []
@@ -57,9 +68,13 @@ class Stack:
 
         Raises:
             StoreLocked: another run uses this run directory.
+            CorruptSegment: see there.
         """
         self.store = store_actor.start(self._run_dir / "store")
-        ray.get(self.store.end_orphans.remote(time.time()))
+        self._wait.get(self.store.end_orphans.remote(time.time()), "opening the store")
+        # A killed run may have closed it.
+        self._wait.get(self.store.open_gate.remote(), "opening the gate")
+        self._look_at_store()
 
     def start(self, bundles: Bundles, version: PolicyVersion) -> None:
         """Starts the engines (serving the base model as `version`), the gateway and the
@@ -88,34 +103,38 @@ class Stack:
         ready = [engine.ready.remote() for engine in self.engines]
         self._serving = True
         url = deploy.start(self.config, self._model_dir, self.engines, self.store)
-        ray.get(ready)
+        for one in ready:
+            self._wait.get(one, "starting the engines")
         self._controller = controller.start(self.config, self.store, url)
 
     def drain(self, within_s: float | None) -> tuple[list[Drained], ControllerStatus]:
         """Closes the gate and lets model calls in flight end; those that have not after `within_s`
         seconds are interrupted (None: all are waited for). Then frees the engines' GPU memory.
         Returns how it went in each engine, and how the rollouts stood."""
-        ray.get(self.store.close_gate.remote())
-        drained = ray.get([engine.drain.remote(within_s) for engine in self.engines])
-        status = ray.get(self._controller.status.remote())
-        ray.get([engine.sleep.remote() for engine in self.engines])
+        self._wait.get(self.store.close_gate.remote(), "closing the gate")
+        drained = self._engines("drain", within_s, what="waiting for model calls to end")
+        status = self._controlled("status")
+        self._engines("sleep", what="putting the engines to sleep")
         return drained, status
 
     def load(self, policy: Policy, checksum: str | None) -> None:
         """Wakes every engine, puts new weights into it and opens the gate; with a `checksum`,
         checks that they arrived whole."""
-        ray.get(self.store.close_gate.remote())
-        ray.get([engine.drain.remote() for engine in self.engines])
+        self._wait.get(self.store.close_gate.remote(), "closing the gate")
+        self._engines("drain", what="waiting for model calls to end")
         policy.write(self.pointer)
         verify = checksum is not None
-        for digest in ray.get([e.load_policy.remote(policy, verify) for e in self.engines]):
+        for digest in self._engines("load_policy", policy, verify, what="loading the weights"):
             if verify and digest != checksum:
                 raise RunError(
                     f"an engine was handed weights with checksum {digest}, "
                     f"the trainer wrote {checksum}; "
                     "the disk or memory is faulty"
                 )
-        ray.get(self.store.open_gate.remote())
+        self._wait.get(self.store.open_gate.remote(), "opening the gate")
+
+    def _engines(self, method: str, *args: Any, what: str) -> list[Any]:
+        return self._wait.each(self.engines, method, *args, what=what)
 
     # -- rollouts -------------------------------------------------------------------------------
 
@@ -125,11 +144,12 @@ class Stack:
         Raises:
             RunError: the tasks have changed since the run was stopped.
         """
-        done = {f.spec.rollout_id: f for f in ray.get(self.store.finished.remote(_ids(specs)))}
+        finished = self._wait.get(self.store.finished.remote(_ids(specs)), "asking the store")
+        done = {f.spec.rollout_id: f for f in finished}
         self._results |= done
         fresh = [spec for spec in specs if spec.rollout_id not in done]
         self._awaited |= set(_ids(fresh))
-        if others := ray.get(self._controller.submit.remote(fresh)):
+        if others := self._controlled("submit", fresh):
             raise RunError(
                 f"rollout {others[0]} was begun with another task: the tasks have changed since "
                 "this run was stopped; put them back, or choose another run.name"
@@ -137,11 +157,12 @@ class Stack:
 
     def poll(self) -> ControllerStatus:
         """Waits a moment for rollouts to end; says how all stand."""
-        for finished in ray.get(self._controller.next_finished.remote(POLL_SECONDS)):
+        for finished in self._controlled("next_finished", POLL_SECONDS):
             if finished.spec.rollout_id in self._awaited:
                 self._awaited.remove(finished.spec.rollout_id)
                 self._results[finished.spec.rollout_id] = finished
-        status: ControllerStatus = ray.get(self._controller.status.remote())
+        self._look_at_store()
+        status: ControllerStatus = self._controlled("status")
         return status
 
     @property
@@ -162,7 +183,11 @@ class Stack:
 
     def cancel(self, rollout_ids: Sequence[str]) -> None:
         """Ends those of these rollouts that are not over."""
-        ray.get(self._controller.cancel.remote(list(rollout_ids)))
+        self._controlled("cancel", list(rollout_ids))
+
+    def _controlled(self, method: str, *args: Any) -> Any:
+        answer = getattr(self._controller, method).remote(*args)
+        return self._wait.get(answer, "asking the controller")
 
     def collect(self, specs: Sequence[RolloutSpec], progress: Progress) -> list[FinishedRollout]:
         """Runs `specs` and returns each in a final state, in the order of `specs`.
@@ -198,19 +223,40 @@ class Stack:
     def calls(self, rollouts: Sequence[FinishedRollout]) -> dict[str, list[Call]]:
         """The calls of every attempt of `rollouts`, by attempt id."""
         attempts = self.attempts(rollouts)
-        found = ray.get([self.store.calls.remote(attempt) for attempt in attempts])
-        return dict(zip(attempts, found, strict=True))
+        found = [self.store.calls.remote(attempt) for attempt in attempts]
+        read = [self._wait.get(calls, "reading calls from the store") for calls in found]
+        return dict(zip(attempts, read, strict=True))
+
+    def _look_at_store(self) -> None:
+        """Says what the store has to say: that its disk is full, say, while it is waited for."""
+        try:
+            trouble, torn = ray.get(self.store.health.remote(), timeout=POLL_SECONDS)
+        except RayError:  # it is starting again, or busy
+            return
+        if trouble != self._trouble:
+            self._say(f"store: {trouble or 'there is room again; the run goes on'}")
+        for path in set(torn) - set(self._torn):
+            self._say(f"store: cut off the unfinished write of a crash, which is kept in {path}")
+        self._trouble, self._torn = trouble, torn
 
     def stop(self) -> None:
-        """Ends harnesses, gateway, engines and the store, in this order."""
+        """Ends harnesses, gateway, engines and the store, in this order; what is gone already, or
+        does not answer, is killed."""
         if self._controller is not None:
-            ray.get(self._controller.shutdown.remote())
+            _end(self._controller, self._controller.shutdown.remote())
         if self._serving:
-            deploy.stop()
+            with contextlib.suppress(RayError):
+                deploy.stop()
         for engine in self.engines:
             ray.kill(engine)
         if self.store is not None:
-            ray.get(self.store.close.remote())
+            _end(self.store, self.store.close.remote())
+
+
+def _end(actor: Any, last_words: Any) -> None:
+    with contextlib.suppress(RayError):  # a time-out is one, too
+        ray.get(last_words, timeout=STOP_S)
+    ray.kill(actor)
 
 
 def _ids(specs: Sequence[RolloutSpec]) -> list[str]:

@@ -1,8 +1,12 @@
-"""The Ray actor that owns a `RolloutStore`: durable answers, grouped commits.
+"""The Ray actor that owns a `RolloutStore`: durable answers, grouped commits, a gate.
 
-Every operation runs on one thread, in the order it arrived. Calls that arrive while an fsync is
-under way are written together by the next one (`Grouped`). If the actor dies, Ray starts it
-again and it opens the same folder; what it had answered is on disk.
+Every operation runs on one thread. Calls that arrive while an fsync is under way are written
+together by the next one (`Grouped`). If the actor dies, Ray starts it again and it opens the same
+folder; what it had answered is on disk. While the disk is full, what could not be written waits and
+is tried again each second, and the gate is closed.
+
+Invariants: the calls of one answer are recorded together; a gate that was closed stays closed when
+the actor is started again; a full disk fails nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import starmap
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lightning_ray.records import Call, FinishedRollout, Json, Outcome, Reward, RolloutSpec
 from lightning_ray.store.attempts import AttemptInfo, AttemptSummary, Known
 from lightning_ray.store.claims import Claims, Opening, Verdict
-from lightning_ray.store.errors import StoreError
+from lightning_ray.store.disk import FULL, disk_fault
+from lightning_ray.store.errors import StoreError, StoreLocked
 from lightning_ray.store.grouping import Grouped
+from lightning_ray.store.queries import Queries
 from lightning_ray.store.rollouts import RolloutStore
 from lightning_ray.views import (
     CallPage,
@@ -39,33 +46,46 @@ from lightning_ray.views import (
     RolloutQuery,
 )
 
-# Calls in one commit: bounds the latency of the first of them, not the throughput.
+# Answers in one commit: bounds the latency of the first of them, not the throughput.
 MOST_CALLS_PER_COMMIT = 512
+# How long another owner is waited for: a killed actor, or the one of a killed run, is about to go.
+LOCKED_S = 30.0
+# Between two attempts to write to a full disk, or to open a store that is locked.
+AGAIN_S = 1.0
+# Why the gate is closed, as harnesses are told.
+UPDATING = "The policy is being updated"
+NO_ROOM = "The disk of the store is full"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that a gateway replica has. `request` is its fingerprint; the replica has the first
-    `known` calls of the attempt."""
+    """A request that a gateway replica has. `request` is its fingerprint, `samples` the number of
+    calls that answer it; the replica has the first `known` calls of the attempt."""
 
     attempt_id: str
     request: str
     replica: str
     is_retry: bool
     known: int
+    samples: int = 1
 
 
 class StoreActor:
-    """Async face of a `RolloutStore`; see there for what each method does."""
+    """Async face of the `RolloutStore` in `directory`; see there for what each method does. All
+    raise StoreLocked or CorruptSegment if it cannot be opened, and OSError if the disk fails."""
 
     def __init__(self, directory: str) -> None:
-        self._store = RolloutStore(Path(directory))
+        self._directory = Path(directory)
+        self._store: RolloutStore | None = None
+        self._opening = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._append: Grouped[Call, int] = Grouped(
-            partial(self._run, self._store.append), MOST_CALLS_PER_COMMIT
+        self._append: Grouped[list[Call], list[int]] = Grouped(
+            self._append_all, MOST_CALLS_PER_COMMIT
         )
         self._rewarded: dict[str, asyncio.Event] = {}
         self._claims = Claims()
+        self._updating = False
+        self._held = 0  # operations that wait for room on the disk
         self._gate = asyncio.Event()
         self._gate.set()
 
@@ -82,20 +102,11 @@ class StoreActor:
         """What a gateway replica does with each request (None: the gate is closed), and the calls
         of its attempt after the first `known` ones. Or UnknownAttempt, AttemptOver: there is none,
         or it takes no more calls."""
-        live = await self._run(self._live, [request.attempt_id for request in asked])
+        live = await self._run(_live, [request.attempt_id for request in asked])
         return [
             calls if isinstance(calls, StoreError) else self._open(request, calls)
             for request, calls in zip(asked, live, strict=True)
         ]
-
-    def _live(self, attempt_ids: list[str]) -> list[list[Call] | StoreError]:
-        found: list[list[Call] | StoreError] = []
-        for attempt_id in attempt_ids:
-            try:
-                found.append(self._store.live_calls(attempt_id))
-            except StoreError as error:
-                found.append(error)
-        return found
 
     def _open(self, asked: Asked, calls: list[Call]) -> tuple[Opening | None, list[Call]]:
         if not self._gate.is_set():
@@ -104,9 +115,10 @@ class StoreActor:
             asked.attempt_id, asked.request, asked.replica, asked.is_retry, time.monotonic()
         )
         if asked.is_retry and opening.verdict is Verdict.ANSWER:
-            # The claims are gone with an earlier life of this actor, the calls are not.
-            again = tuple(call.call_id for call in calls if call.request == asked.request)
-            if again:
+            # The claims are gone with an earlier life of this actor, the calls are not. Those of
+            # one answer follow each other.
+            same = [call.call_id for call in calls if call.request == asked.request]
+            if again := tuple(same[-asked.samples :]):
                 self._claims.recorded(asked.attempt_id, opening.claim_id, again)
                 opening = Opening(Verdict.REPLAY, opening.claim_id, again)
         return opening, calls[asked.known :]
@@ -117,150 +129,218 @@ class StoreActor:
     async def drop_call(self, attempt_id: str, claim_id: int) -> None:
         self._claims.dropped(attempt_id, claim_id)
 
-    async def replica_alive(self, replica: str, attempt_ids: list[str]) -> tuple[list[str], bool]:
+    async def replica_alive(self, replica: str, attempt_ids: list[str]) -> tuple[list[str], str]:
         """A sign of life of a gateway replica. Returns those of its attempts that have ended, and
-        whether the gate is open."""
+        why the gate is closed; empty if it is open."""
         self._claims.alive(replica, time.monotonic())
-        return await self._run(self._ended, attempt_ids), self._gate.is_set()
-
-    def _ended(self, attempt_ids: list[str]) -> list[str]:
-        known = [(attempt_id, self._store.attempt(attempt_id)) for attempt_id in attempt_ids]
-        return [attempt_id for attempt_id, attempt in known if not (attempt and attempt.live)]
+        return await self._run(_ended, attempt_ids), self._closed
 
     async def close_gate(self) -> None:
-        """Model calls that arrive from here on are held."""
-        self._gate.clear()
+        """Model calls that arrive from here on are held, also by a later life of this actor."""
+        await self._run(RolloutStore.set_gate, False)
+        self._set_gate(updating=True)
 
     async def open_gate(self) -> None:
-        self._gate.set()
+        await self._run(RolloutStore.set_gate, True)
+        self._set_gate(updating=False)
 
-    async def wait_gate(self, timeout_s: float) -> bool:
-        """True as soon as the gate is open, False after `timeout_s` seconds."""
-        try:
+    async def wait_gate(self, timeout_s: float) -> str:
+        """Empty as soon as the gate is open; why it is closed after `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._gate.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return self._closed
+
+    async def health(self) -> tuple[str, list[Path]]:
+        """Why nothing is written, empty if all is well; and `RolloutStore.torn`."""
+        waits = f"the disk of {self._directory} is full; the run waits until there is room"
+        return waits if self._held else "", self._store.torn if self._store else []
+
+    @property
+    def _closed(self) -> str:
+        return NO_ROOM if self._held else UPDATING if self._updating else ""
+
+    def _set_gate(self, *, updating: bool | None = None, held: int = 0) -> None:
+        self._held += held
+        self._updating = self._updating if updating is None else updating
+        if self._closed:
+            self._gate.clear()
+        else:
+            self._gate.set()
 
     async def record_calls(
         self, groups: list[tuple[list[Call], int]]
     ) -> list[list[int] | BaseException]:
         """Records the calls of several answers, each with its claim. For each answer the `seq`s of
         its calls, which are on disk, or why not: the attempt is unknown or over (StoreError), or
-        the disk refused (OSError)."""
-        return await asyncio.gather(*starmap(self._record, groups), return_exceptions=True)
+        the disk fails (OSError)."""
+        answers = [self._append(calls) for calls, _ in groups]
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        for (calls, claim_id), result in zip(groups, results, strict=True):
+            if not isinstance(result, BaseException):
+                ids = tuple(call.call_id for call in calls)
+                self._claims.recorded(calls[0].attempt_id, claim_id, ids)
+        return results
 
-    async def _record(self, calls: list[Call], claim_id: int) -> list[int]:
-        recorded = list(await asyncio.gather(*map(self._append, calls)))
-        ids = tuple(call.call_id for call in calls)
-        self._claims.recorded(calls[0].attempt_id, claim_id, ids)
-        return recorded
+    async def _append_all(self, answers: list[list[Call]]) -> list[list[int] | StoreError]:
+        calls = [call for answer in answers for call in answer]
+        results = iter(await self._run(RolloutStore.append, calls))
+        return [_of_one_answer(list(islice(results, len(answer)))) for answer in answers]
 
     # -- the controller's and the driver's side -------------------------------------------------
 
     async def create_rollouts(self, specs: list[RolloutSpec]) -> dict[str, Known]:
-        return await self._run(self._store.create_rollouts, specs)
+        return await self._run(RolloutStore.create_rollouts, specs)
 
     async def start_attempt(
         self, attempt_id: str, rollout_id: str, number: int, key_hash: str, started_at: float
     ) -> None:
         await self._run(
-            self._store.start_attempt, attempt_id, rollout_id, number, key_hash, started_at
+            RolloutStore.start_attempt, attempt_id, rollout_id, number, key_hash, started_at
         )
 
     async def end_attempt(
         self, attempt_id: str, outcome: Outcome, detail: str, ended_at: float
     ) -> AttemptSummary:
         self._claims.ended(attempt_id)
-        return await self._run(self._store.end_attempt, attempt_id, outcome, detail, ended_at)
+        return await self._run(RolloutStore.end_attempt, attempt_id, outcome, detail, ended_at)
 
     async def end_orphans(self, ended_at: float) -> int:
-        return await self._run(self._store.end_orphans, ended_at)
+        return await self._run(RolloutStore.end_orphans, ended_at)
 
     async def attempt(self, attempt_id: str) -> AttemptInfo | None:
-        return await self._run(self._store.attempt, attempt_id)
+        return await self._run(RolloutStore.attempt, attempt_id)
 
     async def record_fault(self, attempt_id: str, status: int) -> None:
-        await self._run(self._store.record_fault, attempt_id, status)
+        await self._run(RolloutStore.record_fault, attempt_id, status)
 
     async def finish_rollout(self, finished: FinishedRollout) -> None:
-        await self._run(self._store.finish_rollout, finished)
+        await self._run(RolloutStore.finish_rollout, finished)
 
     async def finished(self, rollout_ids: list[str]) -> list[FinishedRollout]:
-        return await self._run(self._store.finished, rollout_ids)
+        return await self._run(RolloutStore.finished, rollout_ids)
 
     async def post_reward(self, rollout_id: str, reward: Reward, source: str) -> None:
-        await self._run(self._store.post_reward, rollout_id, reward, source)
+        await self._run(RolloutStore.post_reward, rollout_id, reward, source)
         self._rewarded.setdefault(rollout_id, asyncio.Event()).set()
 
     async def wait_reward(self, rollout_id: str, timeout_s: float) -> Reward | None:
         """The rollout's reward as soon as it is there; None after `timeout_s` seconds."""
         event = self._rewarded.setdefault(rollout_id, asyncio.Event())
-        reward = await self._run(self._store.reward, rollout_id)
+        reward = await self._run(RolloutStore.reward, rollout_id)
         if reward is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), timeout_s)
-            reward = await self._run(self._store.reward, rollout_id)
+            reward = await self._run(RolloutStore.reward, rollout_id)
         self._rewarded.pop(rollout_id, None)
         return reward
 
     async def grader_key(self, rollout_id: str) -> str:
-        return self._store.grader_key(rollout_id)
+        return await self._run(RolloutStore.grader_key, rollout_id)
 
     async def operator_key(self) -> str:
-        return self._store.operator_key()
+        return await self._run(RolloutStore.operator_key)
 
     async def calls(self, attempt_id: str) -> list[Call]:
-        return await self._run(self._store.calls, attempt_id)
+        return await self._run(RolloutStore.calls, attempt_id)
 
     async def texts(self, attempt_id: str) -> list[str]:
-        return await self._run(self._store.texts, attempt_id)
+        return await self._run(RolloutStore.texts, attempt_id)
 
     # -- the operator's side: see `Queries` -----------------------------------------------------
 
     async def unfinished(self) -> list[RolloutSpec]:
-        return await self._run(self._store.queries.unfinished)
+        return await self._query(Queries.unfinished)
 
     async def list_rollouts(self, query: RolloutQuery) -> RolloutPage:
-        return await self._run(self._store.queries.rollouts, query)
+        return await self._query(Queries.rollouts, query)
 
     async def show_rollout(self, rollout_id: str, with_fields: bool) -> RolloutDetail | None:
-        return await self._run(self._store.queries.rollout, rollout_id, with_fields)
+        return await self._query(Queries.rollout, rollout_id, with_fields)
 
     async def list_calls(self, rollout_id: str, query: CallQuery) -> CallPage | None:
-        return await self._run(self._store.queries.calls, rollout_id, query)
+        return await self._query(Queries.calls, rollout_id, query)
 
     async def add_event(
         self, event_id: str, rollout_id: str, kind: str, data: Json, time: float
     ) -> Event | None:
-        return await self._run(
-            self._store.queries.add_event, event_id, rollout_id, kind, data, time
-        )
+        return await self._query(Queries.add_event, event_id, rollout_id, kind, data, time)
 
     async def list_events(self, rollout_id: str, query: PageQuery) -> EventPage | None:
-        return await self._run(self._store.queries.events, rollout_id, query)
+        return await self._query(Queries.events, rollout_id, query)
 
     # -------------------------------------------------------------------------------------------
 
-    async def torn_bytes(self) -> int:
-        return self._store.torn_bytes
-
     async def close(self) -> None:
-        await self._run(self._store.close)
+        if self._store is not None:
+            await self._run(RolloutStore.close)
+
+    async def _query(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await self._run(lambda store: function(store.queries, *args))
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, partial(function, *args)
-        )
+        """What `function` of the store returns; while the disk is full it is tried again."""
+        return await self._insist(partial(function, await self._opened(), *args))
+
+    async def _opened(self) -> RolloutStore:
+        if self._store is not None:
+            return self._store
+        async with self._opening:
+            if self._store is None:
+                store: RolloutStore = await self._insist(partial(RolloutStore, self._directory))
+                # No claim of an earlier life has a number of this one.
+                self._claims.next_id = (store.epoch << 32) + 1
+                self._set_gate(updating=not store.gate_is_open)
+                self._store = store
+        return self._store
+
+    async def _insist(self, function: Callable[[], Any]) -> Any:
+        loop, held, started = asyncio.get_running_loop(), 0, time.monotonic()
+        try:
+            while True:
+                try:
+                    return await loop.run_in_executor(self._thread, function)
+                except StoreLocked:
+                    if self._store is not None or time.monotonic() - started > LOCKED_S:
+                        raise
+                except (OSError, sqlite3.OperationalError) as error:
+                    fault = disk_fault(error, self._directory)
+                    if fault is None or fault.errno not in FULL:
+                        raise fault or error from error
+                    if not held:
+                        held = 1
+                        self._set_gate(held=1)
+                await asyncio.sleep(AGAIN_S)
+        finally:
+            self._set_gate(held=-held)
+
+
+def _live(store: RolloutStore, attempt_ids: list[str]) -> list[list[Call] | StoreError]:
+    found: list[list[Call] | StoreError] = []
+    for attempt_id in attempt_ids:
+        try:
+            found.append(store.live_calls(attempt_id))
+        except StoreError as error:
+            found.append(error)
+    return found
+
+
+def _ended(store: RolloutStore, attempt_ids: list[str]) -> list[str]:
+    known = [(attempt_id, store.attempt(attempt_id)) for attempt_id in attempt_ids]
+    return [attempt_id for attempt_id, attempt in known if not (attempt and attempt.live)]
+
+
+def _of_one_answer(results: list[int | StoreError]) -> list[int] | StoreError:
+    """All calls of an answer belong to one attempt, so all are refused or none."""
+    seqs = [result for result in results if not isinstance(result, StoreError)]
+    return seqs or next(result for result in results if isinstance(result, StoreError))
 
 
 def start(directory: Path) -> Any:
-    """A handle of a new store actor on this node (the one that has the disk). Raises `StoreError`
-    at the first use if another run owns the folder."""
+    """A handle of a new store actor on this node (the one that has the disk)."""
     actor = ray.remote(StoreActor).options(
         num_cpus=0,
         max_restarts=-1,
-        max_task_retries=3,
+        max_task_retries=-1,
         max_concurrency=10_000,
         scheduling_strategy=NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False

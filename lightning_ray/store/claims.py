@@ -46,11 +46,11 @@ class _Claim:
 
 @dataclass
 class Claims:
-    """The claims of all live attempts, by attempt id."""
+    """The claims of all live attempts, by attempt id; they are numbered from `next_id` on."""
 
+    next_id: int = 1
     _claims: dict[str, list[_Claim]] = field(default_factory=dict)
     _seen: dict[str, float] = field(default_factory=dict)
-    _next: int = 1
 
     def open(
         self, attempt_id: str, request: str, replica: str, is_retry: bool, now: float
@@ -69,8 +69,8 @@ class Claims:
                 claims.remove(claim)
             elif is_retry or not claim.connected:
                 return Opening(Verdict.WAIT)
-        claims.append(_Claim(self._next, request, replica))
-        self._next += 1
+        claims.append(_Claim(self.next_id, request, replica))
+        self.next_id += 1
         return Opening(Verdict.ANSWER, claims[-1].claim_id)
 
     def recorded(self, attempt_id: str, claim_id: int, calls: tuple[str, ...]) -> None:

@@ -38,7 +38,12 @@ class Keys:
 def _write_private(path: Path, text: str) -> None:
     """Writes a file, whole, that only its owner may read."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

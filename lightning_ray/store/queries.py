@@ -9,11 +9,11 @@ given as soon as there is one more row, so following it ends; an event stored tw
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_ray.records import Call, Json, RolloutSpec
+from lightning_ray.store.database import Database
 from lightning_ray.store.encoding import spec_from_row
 from lightning_ray.views import (
     AttemptView,
@@ -47,7 +47,7 @@ from rollouts left join rewards using (rollout_id)"""
 class Queries:
     """Reads through `db`; `calls` gives the calls of an attempt."""
 
-    def __init__(self, db: sqlite3.Connection, calls: Callable[[str], list[Call]]) -> None:
+    def __init__(self, db: Database, calls: Callable[[str], list[Call]]) -> None:
         self._db, self._calls = db, calls
         db.executescript(_TABLES)
 
@@ -80,13 +80,14 @@ class Queries:
         )
         finished = json.loads(rows[0]["finished"] or "{}")
         ending = ("detail", "queued_s", "running_s", "grading_s")
-        tries = self._rows(
-            "select attempt_id, number, started_at, ended_at, outcome, detail, last_fault, "
-            "count(call_id) as calls, coalesce(sum(sampled), 0) as sampled_tokens "
-            "from attempts left join calls using (attempt_id) where rollout_id = ? "
-            "group by attempt_id order by number",
-            rollout_id,
-        )
+        with self._db.indexed():
+            tries = self._rows(
+                "select attempt_id, number, started_at, ended_at, outcome, detail, last_fault, "
+                "count(call_id) as calls, coalesce(sum(sampled), 0) as sampled_tokens "
+                "from attempts left join calls using (attempt_id) where rollout_id = ? "
+                "group by attempt_id order by number",
+                rollout_id,
+            )
         return RolloutDetail(
             **_summary(rows[0]),
             statement=task["statement"],
@@ -133,7 +134,7 @@ class Queries:
     ) -> Event | None:
         """Stores an event; None if there is no such rollout. `event_id` makes it the same event
         when it is stored again."""
-        with self._db:
+        with self._db.write():
             self._db.execute(
                 "insert or ignore into events (event_id, rollout_id, kind, data, time) "
                 "select ?, rollout_id, ?, ?, ? from rollouts where rollout_id = ?",

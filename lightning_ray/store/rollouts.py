@@ -1,24 +1,26 @@
 """The rollout store: lifecycle in SQLite, calls in the call log.
 
 `RolloutStore` is plain and synchronous, and has one owner at a time (a lock on the store's folder).
-A call is appended to the log and fsynced before it is indexed in SQLite; index rows are committed
-together with the next lifecycle change, and after a crash they are made again from the open
-segment.
+A call is appended to the log and fsynced, nothing else; where it lies is stored in SQLite together
+with the next lifecycle change, or before the next segment is opened, and after a crash it is found
+again in the log.
 
-Invariants: `append` is idempotent by call id, and returns only when the calls are on disk; a call's
-prompt is stored as its difference from an earlier call of the same attempt, so a long attempt costs
-its length, not its square; a rollout has at most one reward; an attempt that has ended takes no
-more calls.
+Invariants: `append` returns only when the calls are on disk; what is asked for a second time with
+the same content is done once and answered in the same way (`append` goes by call id); what fails
+has changed nothing; a call's prompt is stored as its difference from an earlier call of the same
+attempt, so a long attempt costs its length, not its square; a rollout has at most one reward; an
+attempt that has ended takes no more calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ from lightning_ray.records import (
     Split,
 )
 from lightning_ray.store.attempts import AttemptInfo, AttemptSummary, Known
+from lightning_ray.store.database import Database, Place
 from lightning_ray.store.encoding import (
     call_from_row,
     call_to_row,
@@ -43,6 +46,7 @@ from lightning_ray.store.encoding import (
 )
 from lightning_ray.store.errors import (
     AttemptOver,
+    CorruptSegment,
     DuplicateReward,
     StoreError,
     StoreLocked,
@@ -52,53 +56,52 @@ from lightning_ray.store.keys import Keys
 from lightning_ray.store.log import SEGMENT_BYTES, CallLog
 from lightning_ray.store.queries import Queries
 
-_TABLES = """
-create table if not exists rollouts (
-    rollout_id text primary key, group_id text not null, split text not null, step integer not null,
-    task text not null, state text not null, attempts integer not null default 0, finished text);
-create index if not exists rollouts_by_group on rollouts (group_id);
-create table if not exists attempts (
-    attempt_id text primary key, rollout_id text not null, number integer not null,
-    key_hash text not null, started_at real not null, ended_at real, outcome text, detail text,
-    last_fault integer);
-create table if not exists rewards (
-    rollout_id text primary key, value real not null, solved integer not null,
-    metrics text not null, source text not null);
-create table if not exists calls (
-    call_id text primary key, attempt_id text not null, seq integer not null,
-    sampled integer not null, segment integer not null, batch integer not null,
-    row integer not null);
-create index if not exists calls_by_attempt on calls (attempt_id, seq);
-"""
-
 
 class RolloutStore:
     """The store in `directory` (a local POSIX path: SQLite does not work on NFS).
 
     Raises:
         StoreLocked: another live process owns it.
+        CorruptSegment: see there.
+        OSError, sqlite3.OperationalError: the disk refused.
     """
 
     def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreLocked(
-                f"{directory} is in use by another run; stop it or choose another run.dir"
-            ) from error
         self.directory = directory
-        self._db = sqlite3.connect(directory / "rollouts.sqlite", check_same_thread=False)
-        self._db.execute("pragma journal_mode = wal")
-        self._db.execute("pragma synchronous = full")
-        self._db.executescript(_TABLES)
-        self._log = CallLog(directory / "calls", CALL_SCHEMA, segment_bytes)
-        # The calls of live attempts with their full token sequences, to find a new call's parent.
-        self._live: dict[str, list[tuple[Call, np.ndarray]]] = {}
-        self._reindex()
-        self._keys = Keys(directory)
-        self.queries = Queries(self._db, self.calls)
+        with contextlib.ExitStack() as opened:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            opened.callback(os.close, _lock(directory))
+            self._db = Database(directory / "rollouts.sqlite")
+            opened.callback(self._db.close)
+            known = self._db.batches()
+            self._log = CallLog(directory / "calls", CALL_SCHEMA, segment_bytes, known)
+            opened.callback(self._log.close)
+            # The calls of live attempts with their full token sequences, to find a new call's
+            # parent.
+            self._live: dict[str, list[tuple[Call, np.ndarray]]] = {}
+            self._reindex(known)
+            self._keys = Keys(directory)
+            self.queries = Queries(self._db, self.calls)
+            self._opened = opened.pop_all()
+
+    @property
+    def epoch(self) -> int:
+        """How often the store has been opened."""
+        return self._db.epoch
+
+    @property
+    def torn(self) -> list[Path]:
+        """What was cut off of a segment when the store was opened: the unfinished write of a crash,
+        which nobody has seen. It is kept in these files."""
+        return self._log.torn
+
+    @property
+    def gate_is_open(self) -> bool:
+        """Whether model calls may begin; True in a new store."""
+        return self._db.meta("gate") != "closed"
+
+    def set_gate(self, is_open: bool) -> None:
+        self._db.set_meta("gate", "open" if is_open else "closed")
 
     # -- rollouts and attempts ------------------------------------------------------------------
 
@@ -108,13 +111,13 @@ class RolloutStore:
             s.rollout_id: (s.group_id, s.split, json.dumps(vars(s.task), sort_keys=True), s.step)
             for s in specs
         }
-        with self._db:
+        with self._db.write():
             self._db.executemany(
                 "insert or ignore into rollouts (rollout_id, group_id, split, "
                 "task, step, state) values (?,?,?,?,?,?)",
                 [(rollout_id, *spec, "queued") for rollout_id, spec in asked.items()],
             )
-        rows = self._select(
+        rows = self._db.select(
             "select rollout_id, attempts, finished is not null, group_id, split, task "
             "from rollouts where rollout_id in (%s)",
             list(asked),
@@ -128,24 +131,33 @@ class RolloutStore:
     def start_attempt(
         self, attempt_id: str, rollout_id: str, number: int, key_hash: str, started_at: float
     ) -> None:
-        """Makes the attempt's key valid. `key_hash` is the SHA-256 of the key, in hex."""
-        with self._db:
-            self._db.execute(
-                "insert into attempts (attempt_id, rollout_id, number, "
+        """Makes the attempt's key valid. `key_hash` is the SHA-256 of the key, in hex.
+
+        Raises:
+            StoreError: the attempt is there with another key.
+        """
+        with self._db.write():
+            started = self._db.execute(
+                "insert or ignore into attempts (attempt_id, rollout_id, number, "
                 "key_hash, started_at) values (?,?,?,?,?)",
                 (attempt_id, rollout_id, number, key_hash, started_at),
             )
-            self._db.execute(
-                "update rollouts set state = 'running', attempts = "
-                "max(attempts, ?) where rollout_id = ?",
-                (number + 1, rollout_id),
-            )
+            if started.rowcount:
+                self._db.execute(
+                    "update rollouts set state = 'running', attempts = "
+                    "max(attempts, ?) where rollout_id = ?",
+                    (number + 1, rollout_id),
+                )
+                return
+        known = self.attempt(attempt_id)
+        if known is None or known.key_hash != key_hash:
+            raise StoreError(f"attempt {attempt_id} was started before, with another key")
 
     def end_attempt(
         self, attempt_id: str, outcome: Outcome, detail: str, ended_at: float
     ) -> AttemptSummary:
         """Ends the attempt: its key is dead from here on."""
-        with self._db:
+        with self._db.write():
             self._db.execute(
                 "update attempts set outcome = ?, detail = ?, ended_at = ? where "
                 "attempt_id = ? and ended_at is null",
@@ -163,7 +175,7 @@ class RolloutStore:
 
     def end_orphans(self, ended_at: float) -> int:
         """Ends the attempts that a crashed run left open; returns how many."""
-        with self._db:
+        with self._db.write():
             ended = self._db.execute(
                 "update attempts set outcome = ?, detail = 'the run was stopped', "
                 "ended_at = ? where ended_at is null",
@@ -185,14 +197,14 @@ class RolloutStore:
 
     def record_fault(self, attempt_id: str, status: int) -> None:
         """Remembers that the gateway's last answer to the attempt was an error of ours (5xx)."""
-        with self._db:
+        with self._db.write():
             self._db.execute(
                 "update attempts set last_fault = ? where attempt_id = ?", (status, attempt_id)
             )
 
     def finish_rollout(self, finished: FinishedRollout) -> None:
         """Puts a rollout into its final state; a second time changes nothing."""
-        with self._db:
+        with self._db.write():
             self._db.execute(
                 "update rollouts set state = ?, finished = ? where "
                 "rollout_id = ? and finished is null",
@@ -201,7 +213,7 @@ class RolloutStore:
 
     def finished(self, rollout_ids: Sequence[str]) -> list[FinishedRollout]:
         """Those of `rollout_ids` that are in a final state."""
-        rows = self._select(
+        rows = self._db.select(
             "select rollout_id, group_id, split, step, task, finished from rollouts "
             "where finished is not null and rollout_id in (%s)",
             rollout_ids,
@@ -214,24 +226,22 @@ class RolloutStore:
         """Stores the reward of a rollout.
 
         Raises:
-            DuplicateReward: it already has one; the first one stays.
+            DuplicateReward: it has another one, which stays.
             StoreError: there is no such rollout.
         """
-        known = self._db.execute(
-            "select state from rollouts where rollout_id = ?", (rollout_id,)
+        with self._db.write():
+            self._db.execute(
+                "insert or ignore into rewards select rollout_id, ?, ?, ?, ? from rollouts "
+                "where rollout_id = ?",
+                (reward.value, reward.solved, json.dumps(reward.metrics), source, rollout_id),
+            )
+        row = self._db.execute(
+            "select source from rewards where rollout_id = ?", (rollout_id,)
         ).fetchone()
-        if known is None:
+        if row is None:
             raise StoreError(f"there is no rollout {rollout_id}")
-        try:
-            with self._db:
-                self._db.execute(
-                    "insert into rewards values (?,?,?,?,?)",
-                    (rollout_id, reward.value, reward.solved, json.dumps(reward.metrics), source),
-                )
-        except sqlite3.IntegrityError as error:
-            raise DuplicateReward(
-                f"rollout {rollout_id} already has a reward; the first one stays"
-            ) from error
+        if row[0] != source or self.reward(rollout_id) != reward:
+            raise DuplicateReward(f"rollout {rollout_id} already has a reward; the first one stays")
 
     def reward(self, rollout_id: str) -> Reward | None:
         row = self._db.execute(
@@ -254,8 +264,9 @@ class RolloutStore:
         `seq` that it was given (also when it had been stored before), or why it was refused.
 
         Raises:
-            OSError: the disk refused; none of them is stored.
+            OSError, sqlite3.OperationalError: the disk refused; none of them is stored.
         """
+        self._db.check_owner()
         results: list[int | StoreError] = []
         rows: list[dict[str, object]] = []
         fresh: list[tuple[Call, np.ndarray]] = []
@@ -274,32 +285,40 @@ class RolloutStore:
             rows.append(call_to_row(stored, parent, shared))
             fresh.append((stored, stored.full))
         if rows:
+            if self._log.is_full:
+                # The index is behind in the newest segment only.
+                self._db.flush()
+                self._log.roll()
             segment, batch = self._log.append(pa.RecordBatch.from_pylist(rows, CALL_SCHEMA))
             for call, full in fresh:
                 self._live[call.attempt_id].append((call, full))
-            self._index(
-                (call.call_id, call.attempt_id, call.seq, len(call.tokens), segment, batch, row)
+            self._db.index(
+                Place(
+                    call.call_id, call.attempt_id, call.seq, len(call.tokens), segment, batch, row
+                )
                 for row, (call, _) in enumerate(fresh)
             )
-            self._db.executemany(
-                "update attempts set last_fault = null where attempt_id = ?",
-                {(call.attempt_id,) for call, _ in fresh},
-            )
-            if self._log.roll_if_full():
-                self._db.commit()
         return results
 
     def calls(self, attempt_id: str) -> list[Call]:
-        """The calls of an attempt in the order they were recorded, prompts whole."""
+        """The calls of an attempt in the order they were recorded, prompts whole.
+
+        Raises:
+            CorruptSegment: see there.
+        """
         if attempt_id in self._live:
             return [call for call, _ in self._live[attempt_id]]
         rows = self._db.execute(
-            "select segment, batch, row from calls where attempt_id = ? order by seq", (attempt_id,)
+            "select call_id, segment, batch, row from calls where attempt_id = ? order by seq",
+            (attempt_id,),
         ).fetchall()
         earlier: dict[str, Call] = {}
-        for segment, batch, row in rows:
-            call = call_from_row(self._log.read(segment, batch).slice(row, 1), earlier)
-            earlier[call.call_id] = call
+        for call_id, segment, batch, row in rows:
+            found = self._log.read(segment, batch).slice(row, 1)
+            if found["call_id"].to_pylist() != [call_id]:
+                path = str(self._log.path(segment))
+                raise CorruptSegment(path, 0, f"call {call_id} is not where it was written")
+            earlier[call_id] = call_from_row(found, earlier)
         return list(earlier.values())
 
     def live_calls(self, attempt_id: str) -> list[Call]:
@@ -317,17 +336,12 @@ class RolloutStore:
         return [call.text for call in self.calls(attempt_id)]
 
     def close(self) -> None:
-        self._db.commit()
-        self._db.close()
-        self._log.close()
-        os.close(self._lock)
+        # The next owner, if there is none yet, finds the calls in the log.
+        with contextlib.suppress(sqlite3.OperationalError, StoreLocked):
+            self._db.flush()
+        self._opened.close()
 
     # -- inside ---------------------------------------------------------------------------------
-
-    @property
-    def torn_bytes(self) -> int:
-        """Bytes of an unfinished write that were cut off when the store was opened."""
-        return self._log.torn_bytes
 
     def _refusal(self, attempt_id: str) -> StoreError | None:
         row = self._db.execute(
@@ -342,30 +356,33 @@ class RolloutStore:
             self._live[attempt_id] = [(call, call.full) for call in self.calls(attempt_id)]
         return self._live[attempt_id]
 
-    def _index(self, entries: Iterable[tuple[str, str, int, int, int, int, int]]) -> None:
-        self._db.executemany(
-            "insert or ignore into calls (call_id, attempt_id, seq, sampled, segment, batch, row) "
-            "values (?,?,?,?,?,?,?)",
-            entries,
-        )
+    def _reindex(self, known: Mapping[int, int]) -> None:
+        """Indexes the calls that only the log knows; the index has `known` batches of segments."""
+        for segment in self._log.segments:
+            if segment < max(known, default=0):
+                continue
+            for batch in range(known.get(segment, 0), self._log.batches(segment)):
+                columns = self._log.read(segment, batch).select(
+                    ["call_id", "attempt_id", "seq", "tokens"]
+                )
+                self._db.index(
+                    Place(call_id, attempt_id, seq, len(tokens), segment, batch, row)
+                    for row, (call_id, attempt_id, seq, tokens) in enumerate(
+                        zip(*(column.to_pylist() for column in columns), strict=True)
+                    )
+                )
+        self._db.flush()
+        self._log.seal()
 
-    def _reindex(self) -> None:
-        """Makes the index of the open segment agree with the log, which is the truth."""
-        segment, batches = self._log.open_segment
-        self._db.execute("delete from calls where segment = ? and batch >= ?", (segment, batches))
-        for segment, ordinal, batch in self._log.open_batches():
-            rows = batch.select(["call_id", "attempt_id", "seq", "tokens"]).to_pylist()
-            self._index(
-                (r["call_id"], r["attempt_id"], r["seq"], len(r["tokens"]), segment, ordinal, row)
-                for row, r in enumerate(rows)
-            )
-        self._db.commit()
 
-    def _select(self, sql: str, values: Sequence[str]) -> list[tuple]:
-        """Runs a query with an `in (%s)` list of any length (SQLite takes 32,766 variables at
-        most)."""
-        rows: list[tuple] = []
-        for start in range(0, len(values), 10_000):
-            part = list(values[start : start + 10_000])
-            rows += self._db.execute(sql % ",".join("?" * len(part)), part).fetchall()
-        return rows
+def _lock(directory: Path) -> int:
+    """Locks the folder of a store as long as the descriptor is open. Raises `StoreLocked`."""
+    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise StoreLocked(
+            f"{directory} is in use by another run; stop it or choose another run.dir"
+        ) from error
+    return lock

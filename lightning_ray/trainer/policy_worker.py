@@ -117,7 +117,7 @@ class PolicyWorker(TrainingWorker):
                 )
                 self.reference.initialize()
         # verl's warm-up begins at a learning rate of 0, which would waste the first update.
-        self.engine.lr_scheduler.step()
+        self.engine.lr_scheduler_step()
         self.loss_fn = loss
 
     @register(
@@ -136,7 +136,7 @@ class PolicyWorker(TrainingWorker):
     def advance_schedule(self) -> float:
         """The learning rate of the optimizer step just made; the next step gets the schedule's
         next."""
-        used = self.engine.lr_scheduler.get_last_lr()[0]
+        used: float = self.engine.optimizer.param_groups[0]["lr"]
         self.engine.lr_scheduler_step()
         return used
 

@@ -12,10 +12,10 @@ after `load` training goes on as if it had not stopped.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,18 +30,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tensordict import TensorDict
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.single_controller.ray.base import get_master_addr_port
-from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import (
-    FSDPEngineConfig,
-    FSDPOptimizerConfig,
-    HFModelConfig,
-    TrainingWorkerConfig,
-)
 
 from lightning_ray.config import RunConfig
 from lightning_ray.placement import Bundles, Device
-from lightning_ray.trainer import cpu_platform, loss, packing
+from lightning_ray.trainer import cpu_platform, loss, packing, verl_config
 from lightning_ray.trainer.packing import PackedRow
 from lightning_ray.trainer.policy_worker import PolicyWorker
 
@@ -63,25 +56,37 @@ class TrainerDied(RuntimeError):
     again."""
 
 
+class TrainerKilled(TrainerDied):
+    """A trainer rank was killed, or did not answer for run.wait_timeout_s and was."""
+
+
 class Trainer:
     """Policy workers for a run.
 
     Args:
         config: the run's.
-        model_dir: Hugging Face folder with the weights to start from.
+        model_dir: Hugging Face folder of the base model.
         bundles: where the ranks live.
         total_steps: optimizer batches of the whole run.
+        weights: Hugging Face folder with other weights to start from.
 
     Raises:
+        ConfigError: verl's engine for `trainer.strategy` cannot be had here.
         TrainerDied: from every method, when a rank raised or was killed.
     """
 
     def __init__(
-        self, config: RunConfig, model_dir: Path, bundles: Bundles, total_steps: int
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        bundles: Bundles,
+        total_steps: int,
+        weights: Path | None = None,
     ) -> None:
         self._config, self._model_dir = config, model_dir
         self._ranks, self._gpu = config.trainer.ranks, bundles.device is Device.GPU
-        settings = _worker_config(config, model_dir, total_steps, self._gpu)
+        self._parallel = verl_config.data_parallel(config)
+        settings = verl_config.settings(config, weights or model_dir, total_steps, self._gpu)
         with self._watched("starting"):
             self._group = _Group(
                 resource_pool=bundles.trainer_pool(self._ranks),
@@ -142,18 +147,7 @@ class Trainer:
             self._group.save_checkpoint(str(folder.absolute()))
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote.
-
-        Raises:
-            ValueError: the folder is no checkpoint of this many ranks.
-        """
-        if not (folder / f"model_world_size_{self._ranks}_rank_0.pt").exists():
-            there = sorted(path.name for path in folder.glob("model_world_size_*"))
-            raise ValueError(
-                f"{folder} has no checkpoint of {self._ranks} trainer ranks (it has "
-                f"{there or 'nothing'}); set trainer.ranks to the number it was written with, or "
-                "start from an exported model"
-            )
+        """Restores what `save` wrote with as many ranks."""
         with self._watched("loading a checkpoint"):
             self._group.load_checkpoint(str(folder.absolute()))
 
@@ -189,8 +183,8 @@ class Trainer:
                 self._group.to("device")
 
     def close(self) -> None:
-        """Ends the ranks."""
-        for worker in self._group.workers:
+        """Ends the ranks, if they have started."""
+        for worker in self._group.workers if hasattr(self, "_group") else ():
             ray.kill(worker)
 
     def _with_references(self, rows: list[PackedRow], several: bool) -> list[PackedRow]:
@@ -240,7 +234,7 @@ class Trainer:
     def _dealt(
         self, rows: list[PackedRow], temperatures: list[float]
     ) -> tuple[TensorDict, list[int]]:
-        data, order = packing.deal(rows, temperatures, self._ranks)
+        data, order = packing.deal(rows, temperatures, self._parallel)
         tu.assign_non_tensor(
             data,
             use_dynamic_bsz=True,
@@ -253,12 +247,18 @@ class Trainer:
 
     @contextlib.contextmanager
     def _watched(self, doing: str) -> Iterator[None]:
+        # verl's calls wait without a limit; they end when the ranks do.
+        limit = threading.Timer(self._config.run.wait_timeout_s, self.close)
+        limit.daemon = True
+        limit.start()
         try:
             yield
         except ray.exceptions.RayTaskError as error:
             raise TrainerDied(f"a trainer rank raised while {doing}: {error.cause!r}") from error
         except ray.exceptions.RayActorError as error:
-            raise TrainerDied(f"a trainer rank was killed while {doing}: {error}") from error
+            raise TrainerKilled(f"a trainer rank was killed while {doing}") from error
+        finally:
+            limit.cancel()
 
 
 class _Group(RayWorkerGroup):
@@ -282,58 +282,3 @@ def _wants_reference(config: RunConfig) -> bool:
     """True if the ranks need the starting weights beside the trained ones; with LoRA they have
     them without the adapter."""
     return config.algorithm.kl > 0 and config.model.lora_rank == 0
-
-
-def _worker_config(
-    config: RunConfig, model_dir: Path, total_steps: int, gpu: bool
-) -> TrainingWorkerConfig:
-    """verl's settings for a rank. Weights, gradients and optimizer are float32; `model.dtype` is
-    what forward and backward compute in."""
-    trainer = config.trainer
-    # verl's packed rows need an attention that knows where one ends. flash-attn is an extra to
-    # install.
-    flash = gpu and importlib.util.find_spec("flash_attn") is not None
-    precision = {
-        "param_dtype": config.model.dtype,
-        "reduce_dtype": "float32",
-        "buffer_dtype": "float32",
-    }
-    return TrainingWorkerConfig(
-        model_type="language_model",
-        model_config=HFModelConfig(
-            path=str(model_dir),
-            load_tokenizer=False,
-            trust_remote_code=config.model.trust_remote_code,
-            use_remove_padding=True,
-            lora_rank=config.model.lora_rank,
-            lora_alpha=config.model.lora_alpha,
-            target_modules=config.model.lora_targets,
-            enable_gradient_checkpointing=trainer.gradient_checkpointing,
-            override_config={"attn_implementation": "flash_attention_2" if flash else "sdpa"},
-        ),
-        engine_config=FSDPEngineConfig(
-            strategy=trainer.strategy,
-            model_dtype="float32",
-            mixed_precision=precision,
-            use_torch_compile=gpu,
-            # Holding unsharded gradients back saves collectives on GPUs and costs memory
-            # everywhere.
-            use_no_sync_for_gradient_accumulation=gpu,
-            max_token_len_per_gpu=trainer.micro_batch_tokens,
-            infer_max_token_len_per_gpu=trainer.micro_batch_tokens,
-            seed=config.run.seed,
-        ),
-        optimizer_config=FSDPOptimizerConfig(
-            lr=trainer.lr,
-            lr_warmup_steps=trainer.warmup_steps,
-            lr_scheduler_type="constant",
-            total_training_steps=total_steps * trainer.optimizer_steps,
-            weight_decay=trainer.weight_decay,
-            betas=trainer.betas,
-            clip_grad=trainer.clip_grad,
-        ),
-        checkpoint_config=CheckpointConfig(
-            save_contents=["model", "optimizer", "extra"],
-            load_contents=["model", "optimizer", "extra"],
-        ),
-    )

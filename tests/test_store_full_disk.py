@@ -1,0 +1,63 @@
+"""A full disk pauses the store; nothing is lost, nothing is there twice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+from small_disk import full, mounted
+from support import Running
+
+from lightning_ray.gateway import deploy
+
+_MOUNT = 'mount -t tmpfs -o size=2m tmpfs "$0" && exec "$@"'
+
+
+def on_a_small_disk(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command that has a file system of 2 MiB in `folder`."""
+    alone = ["unshare", "--mount"] + (["--user", "--map-root-user"] if os.geteuid() else [])
+    return subprocess.run(
+        [*alone, "sh", "-c", _MOUNT, str(folder), *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("scenario", [("pause",), ("rounds", "0"), ("rounds", "1")])
+def test_a_full_disk_pauses_the_store_and_loses_nothing(tmp_path: Path, scenario):
+    tried = on_a_small_disk(tmp_path, "true")
+    if tried.returncode:
+        pytest.skip(f"no small file system on this machine: {tried.stderr.strip()}")
+    script = Path(__file__).with_name("small_disk.py")
+    name, *seed = scenario
+    ran = on_a_small_disk(tmp_path, sys.executable, str(script), name, str(tmp_path), *seed)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.slow
+def test_calls_wait_for_room_on_the_disk_and_are_answered_once(tmp_path: Path):
+    settings = ("gateway.hold_s=2", "model.max_model_len=9000")
+    gateway = Running(tmp_path, [["once", "twice"]], *settings)
+    long = {"messages": [{"role": "user", "content": "x" * 8000}]}
+    with mounted(tmp_path / "store"), contextlib.ExitStack() as ending:
+        ending.callback(ray.shutdown)
+        ending.callback(deploy.stop)
+        gateway.start()
+        first, second = gateway.attempt(), gateway.attempt()
+        with full(tmp_path / "store"):
+            # Sampled already, so it is parked; the next one does not begin.
+            for attempt in (first, second):
+                refused = gateway.post(attempt, long)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "20")
+                assert "disk of the store is full" in refused.json()["error"]["message"]
+        answers = [gateway.post(attempt, long).json() for attempt in (first, second)]
+        said = [answer["choices"][0]["message"]["content"] for answer in answers]
+        assert said == ["once", "twice"]
+        for attempt in (first, second):
+            assert len(ray.get(gateway.store.calls.remote(attempt))) == 1

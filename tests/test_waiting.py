@@ -1,0 +1,63 @@
+"""Nothing waits in silence or for ever, and a process that Ray starts again is asked again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from lightning_ray.run import waiting
+from lightning_ray.run.waiting import ProcessLost, Waiting
+
+
+class Worker:
+    def pid(self) -> int:
+        return os.getpid()
+
+    def work(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "done"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def worker(restarts: int) -> tuple[object, int]:
+    actor = ray.remote(Worker).options(num_cpus=0, max_restarts=restarts).remote()
+    return actor, ray.get(actor.pid.remote())
+
+
+def test_a_process_that_hangs_is_named_while_it_is_waited_for_and_then_lost(cluster, monkeypatch):
+    monkeypatch.setattr(waiting, "SAY_S", 0.5)
+    said: list[str] = []
+    actor, pid = worker(0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(ProcessLost, match=r"loading: no answer within run.wait_timeout_s=2 s"):
+            Waiting(2, said.append).each([actor], "work", 0.0, what="loading")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    assert said and all(line.startswith("loading: still waiting, ") for line in said)
+
+
+def test_a_process_that_is_gone_for_good_is_lost_at_once(cluster):
+    actor, pid = worker(0)
+    asked = actor.work.remote(60.0)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ProcessLost, match=r"asking: the process is gone"):
+        Waiting(60, print).get(asked, "asking")
+
+
+def test_a_process_that_is_started_again_is_asked_again(cluster):
+    actor, pid = worker(-1)
+    other, _ = worker(0)
+    os.kill(pid, signal.SIGKILL)
+    answers = Waiting(60, print).each([actor, other], "work", 0.1, what="working")
+    assert answers == ["done", "done"]
