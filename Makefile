@@ -24,7 +24,7 @@ export DO_NOT_TRACK ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export WANDB_SILENT ?= true
 
-.PHONY: help setup train test test-slow lint format docs docs-harnesses lock clean
+.PHONY: help setup train test test-slow lint format docs docs-harnesses lock audit clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -49,7 +49,7 @@ format: $(READY) ## let ruff put the code in shape
 	@$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## write docs/configuration.md and the table of docs/harnesses.md
+docs: $(READY) ## write docs/configuration.md, docs/licences.md and the table of docs/harnesses.md
 	@$(BIN)/python docs/generate.py
 
 docs-harnesses: $(FETCHED) ## run all harnesses and write down what passed
@@ -65,6 +65,14 @@ lock: $(READY) ## write constraints-cpu.txt anew from .venv
 	  | sed -E 's/\+cpu$$//; s/^(intel-[a-z-]+==[^;]*)$$/\1; platform_machine == "x86_64"/'
 	} > $(LOCK).new
 	mv $(LOCK).new $(LOCK)
+
+# In an environment of its own: what it needs is not part of what it looks at.
+audit: $(READY) ## look every locked package up in PyPI's advisory database
+	@[[ -x .venv/audit/bin/pip-audit ]] || {
+	  $(BIN)/python -m venv .venv/audit
+	  .venv/audit/bin/python -m pip --disable-pip-version-check --no-input -qq install 'pip-audit>=2.9,<3'
+	}
+	.venv/audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r $(LOCK) $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays
 	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

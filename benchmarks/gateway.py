@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import numpy as np
 import ray
-from load import Generator, Job, Result
+from generator import Job, LoadGenerator, Result
 from ours import BARE, HEADERS, PROMPT_TOKENS, SAMPLED_TOKENS, System, make_words
 from peers import AgentLightning, Server, start
 from rich.console import Console
@@ -54,7 +54,7 @@ class Bench:
     options: argparse.Namespace
     folder: Path
     system: System
-    generator: Generator
+    generator: LoadGenerator
     upstream: Server
     peers: dict[str, Server]
 
@@ -271,7 +271,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lr-bench-"))
     servers = []
-    generator = Generator()
+    generator = LoadGenerator()
     system = System(folder)
     try:
         upstream = start("upstream", free_port(), folder)

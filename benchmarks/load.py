@@ -1,193 +1,91 @@
-"""The load generator: a process of its own that only sends requests and measures.
+"""A thousand harnesses at once: none fails, latency is bounded, and what is over takes no memory.
 
-It reads jobs (`Job` as JSON, one a line) on stdin and answers each with a `Result` on stdout. A
-closed loop of `clients` keep-alive connections: each sends its next request as soon as it has the
-answer, to the next target after `per_target` calls, as agents that make some calls and are
-followed by others. HTTP is written and read as bytes, since a client library would cost more than
-the gateways that are measured; `trivial` says how much this leaves to spare.
+    python benchmarks/load.py [--clients 1000] [--turns 20] [--waves 2]
 
-Invariant: any answer but a whole 200 ends the job with an error.
+Each simulated harness has an attempt of its own, opens a connection and makes its turns one after
+the other without a pause, each with the whole history; the engine is instant, so all the work is
+the gateway's and the store's. When all are through, their attempts end and as many others come:
+what stays in memory of the first wave shows in the second.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from itertools import count
+import argparse
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
-# In a body this stands for the number of the request, so that no two are the same.
-NUMBER = "000000"
+import psutil
+from gateway import console, say
+from generator import Job, LoadGenerator, Result
+from ours import HEADERS, System
+from rich.table import Table
 
 
-@dataclass(frozen=True)
-class Job:
-    """`targets` are paths; `headers` and `body` go with each request. It ends after `seconds`, or
-    after `calls` if that is not 0."""
+def wave(system: System, generator: LoadGenerator, clients: int, turns: int) -> Result:
+    """So many harnesses, from their first call to their last.
 
-    port: int
-    targets: list[str]
-    body: str
-    clients: int
-    headers: dict[str, str] = field(default_factory=dict)
-    per_target: int = 20
-    seconds: float = 1.0
-    calls: int = 0
-
-
-@dataclass(frozen=True)
-class Result:
-    """`rate` in calls per second; `latencies` in seconds, in the order in which the calls ended."""
-
-    rate: float
-    latencies: list[float]
-
-    def quantile(self, q: float) -> float:
-        """A latency in milliseconds."""
-        ordered = sorted(self.latencies)
-        return 1000 * ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
-class Client(asyncio.Protocol):
-    """One connection."""
-
-    def __init__(self, run: Run) -> None:
-        self._run, self._buffer, self._missing, self._sent = run, bytearray(), 0, 0.0
-        self._finished = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self._requests = transport, self._run.requests()
-        self._send()
-
-    def _send(self) -> None:
-        request = next(self._requests, None)
-        if request is None:
-            self._finished = True
-            self._transport.close()
-            self._run.leave()
-            return
-        self._sent = time.perf_counter()
-        self._transport.write(request)
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if not self._missing:
-            end = self._buffer.find(b"\r\n\r\n")
-            if end < 0:
-                return
-            head = bytes(self._buffer[:end]).lower()
-            length = head.partition(b"content-length:")[2].partition(b"\r")[0]
-            if not head.startswith(b"http/1.1 200") or not length:
-                self._run.fail(bytes(self._buffer[:1000]).decode(errors="replace"))
-                return
-            self._missing = end + 4 + int(length)
-        if len(self._buffer) >= self._missing:
-            self._buffer.clear()
-            self._missing = 0
-            self._run.latencies.append(time.perf_counter() - self._sent)
-            self._send()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self._finished:
-            self._run.fail(f"the server closed the connection ({exc})")
-
-
-class Run:
-    """The state that the clients of one job share."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self.latencies, self._sent = job, [], 0
-        self._targets, self._numbers = iter(job.targets), count()
-        self._waiting, self._done = job.clients, asyncio.get_running_loop().create_future()
-
-    async def measure(self) -> Result:
-        loop, job = asyncio.get_running_loop(), self._job
-        self._start = time.perf_counter()
-        for _ in range(job.clients):
-            await loop.create_connection(lambda: Client(self), "127.0.0.1", job.port)
-        error = await self._done
-        if error:
-            raise RuntimeError(error)
-        return Result(
-            len(self.latencies) / (time.perf_counter() - self._start), list(self.latencies)
-        )
-
-    def requests(self) -> Iterator[bytes]:
-        """What one client sends."""
-        job = self._job
-        headers = "".join(f"{name}: {value}\r\n" for name, value in job.headers.items())
-        length = len(job.body.encode())
-        before, _, after = job.body.partition(NUMBER)
-        for target in self._targets:
-            head = (
-                f"POST {target} HTTP/1.1\r\nhost: 127.0.0.1\r\n{headers}"
-                f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n{before}"
-            ).encode()
-            for _ in range(job.per_target):
-                late = time.perf_counter() - self._start > job.seconds
-                if self._sent >= job.calls if job.calls else late:
-                    return
-                self._sent += 1
-                yield head + f"{next(self._numbers) % 10 ** len(NUMBER):06d}{after}".encode()
-        self.fail("there are not enough targets for so many calls")
-
-    def leave(self) -> None:
-        self._waiting -= 1
-        if not self._waiting:
-            self.fail("")
-
-    def fail(self, error: str) -> None:
-        if not self._done.done():
-            self._done.set_result(error)
-
-
-class Generator:
-    """The process, seen from the benchmark."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, job: Job) -> Result:
-        """Does a job.
-
-        Raises:
-            RuntimeError: an answer was no 200; the message is its beginning.
-        """
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        if "error" in answer:
-            raise RuntimeError(f"{job.targets[0]} on port {job.port}: {answer['error']}")
-        return Result(**answer)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-async def _do(job: Job) -> Result:
-    return await Run(job).measure()
+    Raises:
+        RuntimeError: a call was not answered.
+    """
+    attempts = system.attempts(clients)
+    targets = [system.target(attempt) for attempt in attempts]
+    job = Job(
+        system.port, targets, system.body, clients, HEADERS, per_target=turns, conversation=True
+    )
+    result = generator.run(job)
+    assert len(result.latencies) == clients * turns
+    system.end(attempts)
+    return result
 
 
 def main() -> None:
-    for line in sys.stdin:
-        try:
-            answer = asdict(asyncio.run(_do(Job(**json.loads(line)))))
-        except (RuntimeError, OSError) as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), flush=True)
+    parser = argparse.ArgumentParser(description="Loads the gateway with many harnesses.")
+    parser.add_argument("--clients", type=int, default=1000, help="harnesses at a time")
+    parser.add_argument("--turns", type=int, default=20, help="calls of each")
+    parser.add_argument("--waves", type=int, default=2)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="lr-load-"))
+    generator = LoadGenerator()
+    system = System(folder)
+    try:
+        wave(system, generator, min(16, options.clients), 2)  # warm
+        children = psutil.Process().children(recursive=True)
+        processes = {
+            "gateway": system.process("gateway"),
+            "store": system.process("StoreActor"),
+            "HAProxy": next(process for process in children if process.name() == "haproxy"),
+        }
+        table = Table(title=f"{options.clients:,} harnesses, {options.turns} turns each")
+        for column in ("wave", "calls", "failed", "calls/s", "p50 s", "p99 s", "longest s"):
+            table.add_column(column, justify="right")
+        for name in processes:
+            table.add_column(f"{name}, MiB", justify="right")
+        resident = []
+        for number in range(1, options.waves + 1):
+            result = wave(system, generator, options.clients, options.turns)
+            resident.append([p.memory_info().rss / (1 << 20) for p in processes.values()])
+            seconds = [result.quantile(q) / 1000 for q in (0.5, 0.99, 1.0)]
+            table.add_row(
+                str(number),
+                f"{len(result.latencies):,}",
+                "0",
+                f"{result.rate:.0f}",
+                *[f"{each:.1f}" for each in seconds],
+                *[f"{mib:.0f}" for mib in resident[-1]],
+            )
+        console.print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+        console.print(table)
+        calls = options.clients * options.turns * (options.waves - 1)
+        if calls:
+            for name, first, last in zip(processes, resident[0], resident[-1], strict=True):
+                grown = (last - first) * (1 << 20) / calls
+                say(f"bytes of memory per call after the first wave, {name}", grown, 1000, True)
+    finally:
+        system.stop()
+        generator.close()
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import ray
-from load import NUMBER
+from generator import NUMBER
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response

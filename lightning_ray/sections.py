@@ -198,6 +198,9 @@ class GatewaySection(Section):
     max_body_mib: int = Field(
         32, ge=1, description="Largest request body, in MiB; above it the answer is 413."
     )
+    body_timeout_s: float = Field(
+        60, gt=0, description="Seconds for a request body to arrive; then the answer is 408."
+    )
 
 
 class HarnessSection(Section):

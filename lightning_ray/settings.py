@@ -90,6 +90,11 @@ class RunConfig(Section):
 
 def _contradictions(config: RunConfig) -> Iterable[str]:
     """Sentences on settings that contradict each other or would have no effect."""
+    if "://" in config.run.dir:
+        yield (
+            f"run.dir={config.run.dir} is a URL; a run directory is a folder of a local disk, "
+            "since SQLite and the log of calls need its locks and its fsync"
+        )
     if config.sampling.max_tokens >= config.model.max_model_len:
         yield (
             f"sampling.max_tokens={config.sampling.max_tokens} leaves no room for a prompt in "

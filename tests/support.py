@@ -186,7 +186,9 @@ class Running:
     def start(self):
         # Ray's workers do not have this folder on their path.
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        self.config = deploy.settle_port(self.config)
         cluster.connect(self.config)
+        deploy.reclaim_port(self.config.gateway)
         self.store = store_actor.start(self.folder / "store")
         engine = ray.remote(ScriptedEngine).options(
             num_cpus=0, max_restarts=self.restarts, max_concurrency=1000

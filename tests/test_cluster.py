@@ -25,8 +25,8 @@ HEAD_S, JOB_S = 120, 900
 
 @pytest.fixture
 def head():
-    """A Ray head with two CPUs of our own ports and folders; its dashboard's address and
-    environment."""
+    """A Ray head with two CPUs of our own ports and folders; its dashboard's address, the
+    environment, and the head's own address."""
     ports = {name: free_port() for name in ("port", "dashboard-port", "ray-client-server-port")}
     env = os.environ | {
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
@@ -54,7 +54,7 @@ def head():
         while not _answers(f"{address}/api/version"):
             assert process.poll() is None and time.monotonic() < deadline, "the head did not start"
             time.sleep(1)
-        yield address, env
+        yield address, env, f"127.0.0.1:{ports['port']}"
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
 
@@ -69,7 +69,7 @@ def _answers(url: str) -> bool:
 
 @pytest.mark.slow
 def test_a_submitted_job_trains_on_a_running_two_core_cluster(head, tmp_path):
-    address, env = head
+    address, env, _ = head
     run_dir = tmp_path / "run"
     command = [
         *(BIN / "ray", "job", "submit", f"--address={address}", "--working-dir=.", "--"),
@@ -89,6 +89,43 @@ def test_a_submitted_job_trains_on_a_running_two_core_cluster(head, tmp_path):
         time.sleep(2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
-    (row,) = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    assert row["rollouts/finished"] == 4
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert [row["rollouts/finished"] for row in rows if "rollouts/finished" in row] == [4]
     assert (run_dir / "model" / "model.safetensors").exists()
+
+
+# A run as far as its gateway, which answers one call.
+RUN = """
+import sys
+from pathlib import Path
+from lightning_ray.gateway import deploy
+from support import HELLO, Running
+run = Running(Path(sys.argv[1]), [["hello"]], f"gateway.port={sys.argv[2]}")
+run.start()
+print(run.post(run.attempt(), {"messages": HELLO}).status_code, flush=True)
+sys.stdin.readline()
+deploy.stop()
+"""
+
+
+@pytest.mark.slow
+def test_a_gateway_that_a_killed_driver_left_makes_room_but_a_living_one_does_not(head, tmp_path):
+    _, env, address = head
+    env = env | {"RAY_ADDRESS": address, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    port = str(free_port())
+
+    def run(name: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", RUN, str(tmp_path / name), port]
+        return subprocess.Popen(command, env=env, stdin=-1, stdout=-1, stderr=-1, text=True)
+
+    first = run("first")
+    assert first.stdout.readline() == "200\n", first.stderr.read()
+    rival = run("rival")
+    _, complaint = rival.communicate(timeout=HEAD_S)
+    assert rival.returncode and f"cannot listen on 127.0.0.1:{port}" in complaint
+    first.kill()
+    first.wait()
+    second = run("second")
+    assert second.stdout.readline() == "200\n", second.stderr.read()
+    _, complaint = second.communicate("\n", timeout=HEAD_S)
+    assert second.returncode == 0, complaint

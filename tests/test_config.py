@@ -54,6 +54,7 @@ def test_an_unknown_key_is_named_with_its_path_and_the_nearest_valid_name(
             "sampling.validation_temperature has no effect",
         ),
         (["trainer.max_row_tokens=99999"], "trainer.max_row_tokens"),
+        (["run.dir=s3://bucket/runs"], "run.dir=s3://bucket/runs is a URL.*SQLite"),
     ],
 )
 def test_settings_that_contradict_or_have_no_effect_are_refused_by_name(

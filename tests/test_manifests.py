@@ -302,7 +302,9 @@ def test_versions_are_those_of_the_project() -> None:
 def test_every_node_has_the_environment_that_serve_needs() -> None:
     wanted = deploy.environment(GatewaySection())
     # Ports are free ones of the machine; a pod has a network of its own, where the defaults do.
-    fixed = {name: value for name, value in wanted.items() if not name.endswith("_PORT")}
+    # HAProxy and what starts it are where the job's Python has them.
+    own = ("_PORT", "_BINARY_PATH", "_HAPROXY")
+    fixed = {name: value for name, value in wanted.items() if not name.endswith(own)}
     assert "RAY_SERVE_ENABLE_HA_PROXY" in fixed
     for group in groups().values():
         variables = {each["name"]: each["value"] for each in ray_container(group)["env"]}
@@ -548,6 +550,11 @@ def test_the_documentation_applies_every_file_and_makes_every_secret() -> None:
     (theirs,) = templates()["redis"]["spec"]["containers"][0]["env"]
     assert theirs["valueFrom"]["secretKeyRef"] == secret
     assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in DOCS
+    ((source,),) = [
+        ray_container(g)["envFrom"] for g in groups().values() if "envFrom" in ray_container(g)
+    ]
+    name = source["secretRef"]["name"]
+    assert f"create secret generic {name} --from-literal={deploy.OPERATOR_KEY}=" in DOCS
 
 
 def test_quantities_are_requested_within_their_limits() -> None:

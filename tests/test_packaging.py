@@ -1,10 +1,13 @@
-"""The lock file holds one tested version of everything that the package asks for on a CPU."""
+"""The lock file holds one tested version of everything that the package asks for on a CPU, and the
+pages that list things list all of them."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -55,3 +58,22 @@ def test_the_lock_is_complete_since_it_is_installed_without_resolving(repository
             environments = [{"extra": extra} for extra in ("", *requirement.extras)]
             if below.marker is None or any(below.marker.evaluate(e) for e in environments):
                 todo.append(below)
+
+
+def test_every_locked_package_is_listed_with_its_licence(
+    repository: Path, generate: ModuleType
+) -> None:
+    page = generate.LICENCES.read_text()
+    assert page == generate.render_licences(), "run `make docs`"
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    listed = {canonicalize_name(name): version for name, version, licence in rows[2:] if licence}
+    pins = {n: str(r.specifier).removeprefix("==") for n, r in lock(repository).items()}
+    assert listed == pins
+
+
+def test_every_test_that_the_security_page_names_is_there(repository: Path) -> None:
+    page = (repository / "SECURITY.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    sources = [file.read_text() for file in (repository / "tests").glob("test_*.py")]
+    there = {name for source in sources for name in re.findall(r"^def (test_\w+)\(", source, re.M)}
+    assert len(named) > 30 and named <= there, named - there

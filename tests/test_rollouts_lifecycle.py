@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -221,3 +224,42 @@ class AnyHistory(RuleBasedStateMachine):
 
 TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def lines_of(work) -> int:
+    """How many lines of Python a piece of work executes."""
+    counted = 0
+
+    def trace(_frame: FrameType, event: str, _argument: object):
+        nonlocal counted
+        counted += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return counted
+
+
+def test_what_a_tick_costs_does_not_grow_with_the_rollouts_that_are_over() -> None:
+    life = Lifecycle(concurrency=16, retries=1)
+    for i in range(10_000):
+        life.submit(spec(f"r{i}"), now=0)
+    running = [attempt.attempt_id for attempt in life.start(now=0)]
+
+    def tick() -> None:
+        attempt = running.pop(0)
+        life.attempt_ended(attempt, Outcome.COMPLETED, "", now=1)
+        running.extend(each.attempt_id for each in life.start(now=1))
+        life.graded(attempt, REWARD, now=1)
+        life.take_finished()
+
+    first, first_status = lines_of(tick), lines_of(life.status)
+    for _ in range(9_000):
+        tick()
+    assert life.status().finished == 9_001
+    assert lines_of(tick) <= first
+    assert lines_of(life.status) <= first_status

@@ -3,7 +3,7 @@ and nothing else; a grader key posts the reward of one rollout; the operator's k
 operator API.
 
 Invariants: keys are compared in constant time and as hashes; no key, nor part of one, is in an
-error.
+error; whoever has the wrong key gets the same answer whether what it asks for is there or not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from collections.abc import Mapping
 
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.store.attempts import AttemptInfo
+
+# The hash of no key, so that what is not there takes as long to refuse.
+_NO_HASH = "0" * 64
 
 
 def key_of(headers: Mapping[str, str]) -> str:
@@ -38,28 +41,21 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def check_harness(attempt_id: str, attempt: AttemptInfo | None, key: str) -> AttemptInfo:
+def check(expected_hash: str | None, key: str) -> None:
+    """Raises `ApiError` (401) unless `key` has this hash (None: no key does)."""
+    if not hmac.compare_digest(expected_hash or _NO_HASH, hash_key(key)):
+        raise ApiError(401, "This key does not open this.", code="invalid_api_key")
+
+
+def check_harness(attempt: AttemptInfo | None, key: str) -> AttemptInfo:
     """The attempt, if `key` may make model calls for it.
 
     Raises:
-        ApiError: 404 unknown attempt, 401 wrong key, 410 the attempt has ended.
+        ApiError: 401 there is no such attempt, or the key is another's; 410 it is the key of this
+            attempt, which has ended.
     """
-    if attempt is None:
-        raise ApiError(404, f"There is no attempt {attempt_id!r}.", code="attempt_not_found")
-    if not hmac.compare_digest(attempt.key_hash, hash_key(key)):
-        raise ApiError(401, "This key is not the key of this attempt.", code="invalid_api_key")
+    check(None if attempt is None else attempt.key_hash, key)
+    assert attempt is not None
     if not attempt.live:
-        raise ApiError(410, f"Attempt {attempt_id} has ended.", code="attempt_over")
+        raise ApiError(410, f"Attempt {attempt.attempt_id} has ended.", code="attempt_over")
     return attempt
-
-
-def check_grader(expected: str, key: str) -> None:
-    """Raises `ApiError` (401) unless `key` is the rollout's grader key `expected`."""
-    if not hmac.compare_digest(hash_key(expected), hash_key(key)):
-        raise ApiError(401, "This key may not post this reward.", code="invalid_api_key")
-
-
-def check_operator(expected: str, key: str) -> None:
-    """Raises `ApiError` (401) unless `key` is the operator's key `expected`."""
-    if not hmac.compare_digest(hash_key(expected), hash_key(key)):
-        raise ApiError(401, "This is not the operator's key.", code="invalid_api_key")

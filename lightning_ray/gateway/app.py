@@ -1,12 +1,14 @@
 """The Ray Serve deployment: HTTP routes around `service.Service`.
 
-Invariants: every answer that is not a 200 has the error shape of its protocol; a body above the
-limit is refused before it is read whole; a request that we fail to serve by a bug is a 500 with an
+Invariants: every answer that is not a 200 has the error shape of its protocol; a body is read only
+for who may send it, and refused before it is read whole if it is too large, too slow or compressed;
+a request that we fail to serve by a bug is a 500 with an
 id that is in the log.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from functools import partial
@@ -19,6 +21,7 @@ from pydantic import BaseModel
 from ray import serve
 from ray.exceptions import RayActorError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.pool import EnginePool
@@ -109,9 +112,16 @@ def _refusal(dialect: Dialect, error: ApiError) -> Response:
 class GatewayDeployment:
     """One gateway replica."""
 
-    def __init__(self, config: RunConfig, model_dir: str, engines: list[Any], store: Any) -> None:
-        self._most_bytes = config.gateway.max_body_mib << 20
-        self._operator = Operator(config, store)
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: str,
+        engines: list[Any],
+        store: Any,
+        operator_hash: str | None,
+    ) -> None:
+        self._config = config
+        self._operator = Operator(config, store, operator_hash)
         self._service = Service(
             config,
             Renderer(model_dir, config.model),
@@ -137,9 +147,11 @@ class GatewayDeployment:
     @app.post("/rollout/{attempt_id}/v1/messages/count_tokens")
     async def count_tokens(self, attempt_id: str, request: Request) -> Response:
         try:
-            body = await self._body(request)
             count = await self._service.count(
-                anthropic_messages.count_request, attempt_id, request.headers, body
+                anthropic_messages.count_request,
+                attempt_id,
+                request.headers,
+                partial(self._body, request),
             )
         except ApiError as error:
             return _refusal(anthropic_messages, error)
@@ -153,15 +165,16 @@ class GatewayDeployment:
 
     @app.get("/rollout/{attempt_id}/v1/models")
     async def attempt_models(self, attempt_id: str, request: Request) -> Response:
-        return ORJSONResponse(await self._service.models(attempt_id, request.headers))
+        await self._service.admit(attempt_id, request.headers)
+        return self._models()
 
     @app.get("/v1/models")
-    async def models(self, request: Request) -> Response:
-        return ORJSONResponse(await self._service.models(None, request.headers))
+    async def models(self) -> Response:
+        return self._models()
 
     @app.post("/rollout/{rollout_id}/reward")
     async def reward(self, rollout_id: str, request: Request) -> Response:
-        body = await self._body(request)
+        body = partial(self._body, request)
         return ORJSONResponse(await self._operator.reward(rollout_id, request.headers, body))
 
     # -- the operator API -----------------------------------------------------------------------
@@ -211,7 +224,7 @@ class GatewayDeployment:
 
     async def _call(self, dialect: Dialect, attempt_id: str, request: Request) -> Response:
         try:
-            body = await self._body(request)
+            body = partial(self._body, request)
             answer = await self._service.answer(dialect, attempt_id, request.headers, body)
         except ApiError as error:
             return _refusal(dialect, error)
@@ -219,14 +232,35 @@ class GatewayDeployment:
             return Response(answer, media_type="application/json")
         return StreamingResponse(answer, media_type="text/event-stream", headers=_NO_BUFFER)
 
+    def _models(self) -> Response:
+        """The list of models: one, the policy."""
+        policy = {
+            "id": "policy",
+            "object": "model",
+            "created": 0,
+            "owned_by": "lightning_ray",
+            "max_model_len": self._config.model.max_model_len,
+        }
+        return ORJSONResponse({"object": "list", "data": [policy]})
+
     async def _body(self, request: Request) -> bytes:
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise ApiError(415, "The body is compressed; send it as it is.")
+        limits = self._config.gateway
+        most, seconds = limits.max_body_mib << 20, limits.body_timeout_s
         declared = request.headers.get("content-length", "0")
         received = bytearray()
-        if not declared.isdigit() or int(declared) <= self._most_bytes:
-            async for chunk in request.stream():
-                received += chunk
-                if len(received) > self._most_bytes:
-                    break
-            else:
-                return bytes(received)
-        raise ApiError(413, f"The body is larger than {self._most_bytes >> 20} MiB.")
+        try:
+            if not declared.isdigit() or int(declared) <= most:
+                async with asyncio.timeout(seconds):
+                    async for chunk in request.stream():
+                        received += chunk
+                        if len(received) > most:
+                            break
+                    else:
+                        return bytes(received)
+        except TimeoutError as error:
+            raise ApiError(408, f"The body did not come within {seconds:g} s.") from error
+        except ClientDisconnect as error:
+            raise ApiError(400, "The client left before its body had come.") from error
+        raise ApiError(413, f"The body is larger than {limits.max_body_mib} MiB.")

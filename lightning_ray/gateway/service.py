@@ -28,6 +28,7 @@ import ray
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.pool import EnginePool, NoEngine
 from lightning_ray.gateway import access, bodies
+from lightning_ray.gateway.bodies import Body
 from lightning_ray.gateway.dialects import Answer, ChatRequest, Dialect, Head
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.gateway.inflight import Answers, InFlight, answer_of, replay
@@ -35,6 +36,7 @@ from lightning_ray.gateway.planning import Memory, Plan, Planner
 from lightning_ray.gateway.render import Renderer
 from lightning_ray.records import Call
 from lightning_ray.store.actor import MOST_CALLS_PER_COMMIT, Asked
+from lightning_ray.store.attempts import AttemptInfo
 from lightning_ray.store.claims import Opening, Verdict
 from lightning_ray.store.errors import AttemptOver
 from lightning_ray.store.grouping import Grouped
@@ -80,7 +82,7 @@ class Service:
         self._alive: asyncio.Task[None] | None = None
 
     async def answer(
-        self, dialect: Dialect, attempt_id: str, headers: Mapping[str, str], body: bytes
+        self, dialect: Dialect, attempt_id: str, headers: Mapping[str, str], body: Body
     ) -> bytes | AsyncIterator[bytes]:
         """Answers one model call: a JSON body, or server-sent events.
 
@@ -93,12 +95,12 @@ class Service:
         return await asyncio.create_task(answering, context=contextvars.Context())
 
     async def _answer(
-        self, dialect: Dialect, attempt_id: str, headers: Mapping[str, str], body: bytes
+        self, dialect: Dialect, attempt_id: str, headers: Mapping[str, str], body: Body
     ) -> bytes | AsyncIterator[bytes]:
         arrived = time.monotonic()
         try:
             memory = await self._memory(attempt_id, headers)
-            data = bodies.decode(body)
+            data = bodies.decode(await body())
             request = dialect.parse(data)
             fingerprint = bodies.fingerprint(dialect.NAME, data)
             is_retry = headers.get("x-stainless-retry-count", "0") not in ("0", "")
@@ -116,42 +118,35 @@ class Service:
         except (AttemptOver, ray.exceptions.RayActorError) as error:
             raise _answer_to(error) from error
 
+    async def admit(self, attempt_id: str, headers: Mapping[str, str]) -> AttemptInfo:
+        """The attempt, if it lives and the request carries its key.
+
+        Raises:
+            ApiError: 401, 410.
+        """
+        key = access.key_of(headers)
+        return access.check_harness(await self._store.attempt.remote(attempt_id), key)
+
     async def count(
         self,
         parse: Callable[[dict[str, Any]], ChatRequest],
         attempt_id: str,
         headers: Mapping[str, str],
-        body: bytes,
+        body: Body,
     ) -> int:
         """The number of prompt tokens of a request that is not sampled."""
-        await self._memory(attempt_id, headers)
-        return len(self._renderer.render(parse(bodies.decode(body))))
-
-    async def models(self, attempt_id: str | None, headers: Mapping[str, str]) -> dict[str, Any]:
-        """The list of models: one, the policy."""
-        if attempt_id is not None:
-            await self._memory(attempt_id, headers)
-        return {
-            "object": "list",
-            "data": [
-                {
-                    "id": "policy",
-                    "object": "model",
-                    "created": 0,
-                    "owned_by": "lightning_ray",
-                    "max_model_len": self._config.model.max_model_len,
-                }
-            ],
-        }
+        await self.admit(attempt_id, headers)
+        return len(self._renderer.render(parse(bodies.decode(await body()))))
 
     # -- before sampling ------------------------------------------------------------------------
 
     async def _memory(self, attempt_id: str, headers: Mapping[str, str]) -> Memory:
         memory = self._memories.get(attempt_id)
-        attempt = memory.attempt if memory else await self._store.attempt.remote(attempt_id)
-        access.check_harness(attempt_id, attempt, access.key_of(headers))
-        # Another request may have been here meanwhile.
-        memory = self._memories.setdefault(attempt_id, memory or Memory(attempt))
+        if memory is None:
+            attempt = await self.admit(attempt_id, headers)
+            # Another request may have been here meanwhile.
+            memory = self._memories.setdefault(attempt_id, Memory(attempt))
+        access.check_harness(memory.attempt, access.key_of(headers))
         self._memories.move_to_end(attempt_id)
         while len(self._memories) > REMEMBERED_ATTEMPTS:
             self._memories.popitem(last=False)

@@ -146,7 +146,7 @@ def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], a
     import ray
 
     from lightning_ray.engine.actor import EngineStartError
-    from lightning_ray.gateway.deploy import GatewayStartError, settle_port
+    from lightning_ray.gateway.deploy import GatewayStartError, reclaim_port, settle_port
     from lightning_ray.placement import PlacementError
     from lightning_ray.run.waiting import RunError
     from lightning_ray.store.errors import StoreError
@@ -157,6 +157,7 @@ def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], a
         config = settle_port(config)
         console.update(View(0, config.run.steps, "starting", note="Ray"))
         cluster.connect(config)
+        reclaim_port(config.gateway)
         # After `connect`: Ray's own handler would print a stack trace and end the process at once.
         signal.signal(signal.SIGTERM, _interrupt)
         work(config, console)

@@ -1,6 +1,7 @@
 """Tasks: where they come from and in which order they are trained on.
 
-Invariants: task ids are unique within a data set; the order depends only on the seed and the
+Invariants: task ids are unique within a data set; the text of a task is UTF-8, and can be handed to
+a program; the order depends only on the seed and the
 position, so a resumed run skips no task and repeats none.
 """
 
@@ -35,6 +36,11 @@ def load_tasks(source: str, key: str) -> list[Task]:
             raise ConfigError(
                 f"{key}={source}: {error}; give `module:function` or the path of a .jsonl file"
             ) from error
+        for number, task in enumerate(tasks):
+            try:
+                _check(task)
+            except ValueError as error:
+                raise ConfigError(f"{key}={source}, task {number}: {error}") from error
     if not tasks:
         raise ConfigError(f"{key}={source} has no tasks")
     seen: set[str] = set()
@@ -47,7 +53,7 @@ def load_tasks(source: str, key: str) -> list[Task]:
 
 def _read_jsonl(path: Path, key: str) -> list[Task]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
     tasks = []
@@ -55,14 +61,25 @@ def _read_jsonl(path: Path, key: str) -> list[Task]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            tasks.append(Task(str(row.pop("task_id")), str(row.pop("statement")), row))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            row = json.loads(line.decode())
+            task = Task(str(row.pop("task_id")), str(row.pop("statement")), row)
+            _check(task)
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"{path}, line {number}: not a task ({error!r}); a row is a JSON object with "
-                "`task_id`, `statement` and any fields of your own"
+                f"{path}, line {number}: not a task ({type(error).__name__}: {error}); a row is a "
+                "JSON object in UTF-8 with `task_id`, `statement` and any fields of your own"
             ) from error
+        tasks.append(task)
     return tasks
+
+
+def _check(task: Task) -> None:
+    """Raises ValueError for what no file, command line or request can carry."""
+    if "\0" in task.task_id + task.statement:
+        raise ValueError("a NUL in `task_id` or `statement`")
+    json.dumps(
+        [task.task_id, task.statement, task.fields], ensure_ascii=False, default=str
+    ).encode()
 
 
 def order(count: int, seed: int, start: int, length: int) -> list[int]:
