@@ -11,20 +11,22 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from lightning_ray.sections import (
+from lightning_ray.learning_sections import (
     AlgorithmSection,
+    SamplesSection,
+    TrackingSection,
+    TrainerSection,
+)
+from lightning_ray.sections import (
     EngineSection,
     GatewaySection,
     HarnessSection,
     ModelSection,
     RolloutSection,
     RunSection,
-    SamplesSection,
     SamplingSection,
     Section,
     TaskSection,
-    TrackingSection,
-    TrainerSection,
 )
 
 __all__ = ["AlgorithmSection", "GatewaySection", "ModelSection", "RunConfig"]
