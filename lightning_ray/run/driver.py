@@ -261,6 +261,7 @@ class Run:
     def _restore(self) -> bool:
         """Goes back to the last checkpoint; False if there is none."""
         found = self._checkpoints.latest()
+        dataset.truncate(self.run_dir, found[1].version.step if found else 0)
         if found is None:
             self._metrics.truncate(-1)
             return False
