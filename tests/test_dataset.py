@@ -77,3 +77,27 @@ def test_a_run_of_ten_thousand_rollouts_streams_through_a_small_object_store(tmp
         assert peak < whole / 2
     finally:
         ray.shutdown()
+
+
+def test_a_run_can_be_read_while_it_goes_on(tmp_path) -> None:
+    config = RunConfig()
+    rollouts, calls = one_step()
+    few = {r.attempt_id: calls[r.attempt_id] for r in rollouts[:20]}
+    made = batch.build(rollouts[:20], few, config, advantages.estimator(config.algorithm))
+    dataset.write(made, tmp_path, 1)
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+        object_store_memory=STORE_BYTES, logging_level="ERROR",
+    )  # fmt: skip
+    try:
+        begun = dataset.read(tmp_path)
+        rows = begun.iter_rows()
+        next(rows)
+        dataset.write(made, tmp_path, 2)
+        # What is being written is not looked at.
+        dataset.path(tmp_path, 3).with_suffix(".partial").write_bytes(b"PAR1")
+        each = made.table.num_rows
+        assert 1 + sum(1 for _ in rows) == each  # it has the steps that there were
+        assert begun.count() == each and dataset.read(tmp_path).count() == 2 * each
+    finally:
+        ray.shutdown()

@@ -282,6 +282,10 @@ def test_a_hook_gives_each_call_its_own_advantage() -> None:
     assert advantages_of(made) == {"x": {0.5, 1.5}, "y": {-0.5}}
     with pytest.raises(ValueError, match="one finite number per call"):
         build_with(lambda rollout, calls, advantage: [advantage])
+    # It refines outcomes: where these are equal it is not heard.
+    finished[1] = rollout("y", "g", 1.0)
+    made = build_with(lambda rollout, calls, advantage: [1.0] * len(calls))
+    assert made.ledger.fates == {Fate.ZERO_ADVANTAGE: 5}
 
 
 def test_groups_that_others_stand_in_for_leave_the_average_but_not_the_ledger() -> None:
