@@ -57,8 +57,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=60_000)
     options = parser.parse_args()
-    show(f"rollouts that end at {options.tokens} tokens", lambda n: (options.tokens - 64) // (2 * n))
-    show(f"turns of {TURN} tokens", lambda n: TURN // 2)
+    end = options.tokens
+    show(f"rollouts that end at {end} tokens", lambda turns: (end - 64) // (2 * turns))
+    show(f"turns of {TURN} tokens", lambda turns: TURN // 2)
 
 
 def show(title: str, sampled: Callable[[int], int]) -> None:

@@ -45,9 +45,8 @@ def estimator(algorithm: AlgorithmSection) -> Estimator:
     )
     if name not in usable:
         raise ConfigError(
-            f"algorithm.estimator={name} is not an estimator that needs no more than groups and one "
-            "reward per rollout; "
-            f"take one of {', '.join(usable)}"
+            f"algorithm.estimator={name} is not an estimator that needs groups and one reward per "
+            f"rollout only; take one of {', '.join(usable)}"
         )
     function = get_adv_estimator_fn(name)
     takes = inspect.signature(function).parameters
