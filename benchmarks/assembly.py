@@ -23,7 +23,6 @@ from rich.table import Table
 from lightning_ray.records import Call, FinishReason, PolicyVersion, Span
 from lightning_ray.samples.rows import Layout, rows
 
-
 TURN = 300  # sampled tokens and tool result
 
 

@@ -68,7 +68,7 @@ seeds = st.integers(0, 10**6)
 
 
 def forest(random: np.random.Generator, rollouts: int = 6) -> list[RefRollout]:
-    """Rollouts of two groups: calls that continue any earlier one, edit its reply, or begin anew."""
+    """Rollouts of two groups: calls that continue an earlier one, edit its reply, or begin anew."""
     made = []
     for number in range(rollouts):
         calls: list[RefCall] = []

@@ -97,9 +97,7 @@ def test_tokens_are_trained_at_most_once_and_weights_add_up(world, steps, limit,
 
     usable = [r for r in world.rollouts if r.usable and r.spec.group_id not in world.stale]
     sizes = Counter(r.spec.group_id for r in usable)
-    counted = sum(
-        size for group, size in sizes.items() if size > 1 and group not in world.replaced
-    )
+    counted = sum(size for group, size in sizes.items() if size > 1 and group not in world.replaced)
     for step in range(steps):
         mine = [row for row in table if row["optimizer_step"] == step]
         telling = len({row["rollout_id"] for row in mine})
