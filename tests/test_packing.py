@@ -41,4 +41,4 @@ def test_ranks_get_as_many_tokens_however_long_the_longest_row_is(ranks: int) ->
     tokens = [sum(map(len, part)) for part in parts]
     assert max(tokens) <= 1.02 * sum(tokens) / ranks
     in_order = [int(lengths[rank * 96 // ranks :][: 96 // ranks].sum()) for rank in range(ranks)]
-    assert max(in_order) > 1.1 * sum(tokens) / ranks  # what dealing in order would do
+    assert max(in_order) > 1.05 * sum(tokens) / ranks  # what dealing in order would do
