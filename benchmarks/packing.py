@@ -4,9 +4,9 @@
 
 The rows of a batch have lengths with a heavy tail (log-normal), or are as long as those of a
 recorded run, batch by batch. Each batch goes through an update of a real trainer, on real ranks;
-then forward and backward of its micro-batches are timed in this process, packed as the trainer
-does, padded to the longest row of a micro-batch, and padded to the longest row of all. What is
-printed as processed is what was counted at the model's embedding.
+then forward and backward of its micro-batches are timed in this process (CPU time, one thread),
+packed as the trainer does, padded to the longest row of a micro-batch, and padded to the longest
+row of all. What is printed as processed is what was counted at the model's embedding.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
 from verl.utils.seqlen_balancing import rearrange_micro_batches
 
 from lightning_ray.config import RunConfig
@@ -37,7 +38,7 @@ from lightning_ray.trainer import packing
 from lightning_ray.trainer.trainer import Trainer
 
 VOCABULARY = 512
-ROUNDS = 3  # of which the median time is shown
+ROUNDS = 2  # of which the faster one is shown
 
 
 def recorded(run_dir: Path) -> list[list[int]]:
@@ -77,7 +78,8 @@ def rows_of(lengths: Sequence[int]) -> pa.Table:
 def updated(
     model: LlamaForCausalLM, batches: list[list[int]], budget: int, ranks: int
 ) -> tuple[int, float]:
-    """Tokens that the ranks of a trainer processed in updates with these batches, and seconds."""
+    """Tokens that the ranks of a trainer processed in updates with these batches, and the seconds
+    that passed."""
     longest = max(map(max, batches))
     config = RunConfig.model_validate(
         {
@@ -148,16 +150,18 @@ def timed(
     handle = model.get_input_embeddings().register_forward_pre_hook(count)
     rounds = []
     for _ in range(ROUNDS):
-        started = time.perf_counter()
+        started = time.process_time()
         for shape in shapes:
             way(shape)
             model.zero_grad()
-        rounds.append(time.perf_counter() - started)
+        rounds.append(time.process_time() - started)
     handle.remove()
-    return processed // ROUNDS, statistics.median(rounds)
+    return processed // ROUNDS, min(rounds)
 
 
 def main() -> None:
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run_dir", nargs="?", type=Path)
     parser.add_argument("--rows", type=int, default=96)
