@@ -93,7 +93,7 @@ def test_a_run_can_be_read_while_it_goes_on(tmp_path, small_store) -> None:
     made = batch.build(rollouts[:20], few, config, advantages.estimator(config.algorithm))
     dataset.write(made, tmp_path, 1)
     begun = dataset.read(tmp_path)
-    rows = begun.iter_rows()
+    rows = iter(begun.iter_rows())
     next(rows)
     dataset.write(made, tmp_path, 2)
     # What is being written is not looked at.
