@@ -261,8 +261,8 @@ class Run:
     def _restore(self) -> bool:
         """Goes back to the last checkpoint; False if there is none."""
         found = self._checkpoints.latest()
-        dataset.truncate(self.run_dir, found[1].version.step if found else 0)
         if found is None:
+            dataset.truncate(self.run_dir, 0)
             self._metrics.truncate(-1)
             return False
         folder, state = found
@@ -279,6 +279,7 @@ class Run:
                 f"{self._checksum}, but {state.checksum} was "
                 "written; delete that checkpoint to go on from the one before it"
             )
+        dataset.truncate(self.run_dir, self._version.step)
         self._metrics.truncate(self._version.step - (self._position.phase is Phase.VALIDATE))
         self._say(f"resuming at step {self._version.step} from {folder}")
         return True
