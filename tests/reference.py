@@ -61,6 +61,9 @@ def advantages(name: str, rollouts: list[RefRollout], by_std: bool = True) -> li
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)
 
+    if name == "reinforce_plus_plus":  # one baseline for all, whatever their task
+        groups = dict.fromkeys(groups, rollouts)
+
     def mean(values: list[float]) -> float:
         return math.fsum(values) / len(values)
 
@@ -88,12 +91,12 @@ def advantages(name: str, rollouts: list[RefRollout], by_std: bool = True) -> li
                 best, second = sorted(rewards, reverse=True)[:2]
                 first = next(r for r in groups[rollout.group] if r.reward == best)
                 value = (best - second) / scale if rollout is first else 0.0
-            case "reinforce_plus_plus_baseline":
+            case "reinforce_plus_plus" | "reinforce_plus_plus_baseline":
                 value = rollout.reward - mean(rewards)
             case _:
                 raise NotImplementedError(name)
         centred.append(value if len(set(rewards)) > 1 else 0.0)
-    if name == "reinforce_plus_plus_baseline":
+    if name.startswith("reinforce_plus_plus"):
         variance = std(centred) ** 2 + 1e-8
         middle = mean(centred)
         centred = [
@@ -129,9 +132,11 @@ class Objective:
     importance: str = "token"
     cap: float = 2.0
     floor: float | None = None
-    reject_above: float | None = None  # token_k2
+    reject: str | None = None
+    keep: tuple[float, float] = (0.0, math.inf)
     entropy: float = 0.0
     kl: float = 0.0
+    kl_estimator: str = "k3+"
 
     def of_call(
         self, current: Tensor, old: Tensor, behaviour: Tensor, base: Tensor, entropy: Tensor,
@@ -157,13 +162,35 @@ class Objective:
             inside = (weight <= self.cap) & (weight >= (self.floor or 0))
             capped = weight.clamp(max=self.cap)
             weight = weight * inside if self.floor is not None else capped
-        if self.reject_above is not None:
-            weight = weight * (0.5 * off**2 <= self.reject_above)
-        difference = current - base
-        k3 = ((-difference).exp() - 1 + difference).clamp(max=10)  # as verl bounds it
-        unbiased = 0.5 * difference**2
-        kl = k3.detach() + unbiased - unbiased.detach()
+        if self.reject is not None:
+            weight = weight * self._kept(off)
+        kl = _kl(current - base, self.kl_estimator)
         return -weight.detach() * gain - self.entropy * entropy + self.kl * kl
+
+    def _kept(self, off: Tensor) -> Tensor:
+        """Whether the divergence of a token, or of its call, is within bounds; for k1 these are of
+        the ratio behaviour / old."""
+        assert self.reject is not None
+        level, estimator = self.reject.rsplit("_", 1)
+        value = {"k1": -off, "k2": off**2 / 2, "k3": off.exp() - 1 - off}[estimator]
+        match level:
+            case "seq_sum":
+                value = value.sum()
+            case "seq_mean":
+                value = value.mean()
+            case "seq_max":
+                value = value.max()
+        value = value.exp() if estimator == "k1" else value
+        return (value >= self.keep[0]) & (value <= self.keep[1])
+
+
+def _kl(difference: Tensor, estimator: str) -> Tensor:
+    """Schulman's estimators of KL(current || base), by current - base of sampled tokens; with + the
+    value is the named one's, the gradient that of k2."""
+    k2 = 0.5 * difference**2
+    k3 = ((-difference).exp() - 1 + difference).clamp(max=10)  # as verl bounds it
+    value = {"k1": difference, "k2": k2, "k3": k3}[estimator.removesuffix("+")]
+    return value.detach() + k2 - k2.detach() if estimator.endswith("+") else value
 
 
 def loss(

@@ -100,21 +100,41 @@ def table(sampled) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=ROW_SCHEMA)
 
 
-def test_log_probabilities_agree_before_and_after_an_update_and_a_sync(pair):
-    engine, trainer, folder = pair
+def sync(engine, trainer, folder, step: int) -> None:
+    path = folder / f"policy-{step}.safetensors"
+    checksum = trainer.export(path)
+    policy = Policy(str(path), PolicyVersion("l", step))
+    assert ray.get(engine.load_policy.remote(policy, True)) == checksum
+
+
+def check_an_update_and_a_sync(engine, trainer, folder, step: int) -> None:
+    """Engine and trainer have the same weights, those of `step`, before and one step later."""
     first = sample(engine)
     assert largest_difference(trainer, first) < 1e-4
     metrics = trainer.update(dataset.of(table(first)))
     assert metrics["optim/grad_norm"] > 0
-    path = folder / "policy.safetensors"
-    checksum = trainer.export(path)
     assert largest_difference(trainer, first) > 1e-2  # the policy moved
-    policy = Policy(str(path), PolicyVersion("l", 1))
-    assert ray.get(engine.load_policy.remote(policy, True)) == checksum
+    sync(engine, trainer, folder, step + 1)
     second = sample(engine)
     assert largest_difference(trainer, second) < 1e-4
-    assert {span.version for _, g in second for span in g.spans} == {PolicyVersion("l", 1)}
-    assert {span.version for _, g in first for span in g.spans} == {PolicyVersion("l", 0)}
+    assert {span.version for _, g in second for span in g.spans} == {PolicyVersion("l", step + 1)}
+    assert {span.version for _, g in first for span in g.spans} == {PolicyVersion("l", step)}
+
+
+def test_log_probabilities_agree_before_and_after_an_update_and_a_sync(pair):
+    check_an_update_and_a_sync(*pair, step=0)
+
+
+def test_an_engine_gets_the_weights_with_the_adapters_of_a_lora_trainer_in_them(pair):
+    engine, _, folder = pair
+    config = load(None, [*SETTINGS, "model.lora_rank=4", f"run.dir={folder}"])
+    bundles = reserve(config, Device.CPU)
+    trainer = Trainer(config, models.resolve("tiny"), bundles, total_steps=3)
+    try:
+        sync(engine, trainer, folder, 3)
+        check_an_update_and_a_sync(engine, trainer, folder, step=3)
+    finally:
+        bundles.remove()
 
 
 def test_an_interrupted_generation_goes_on_under_the_new_weights(pair):

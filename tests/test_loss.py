@@ -37,7 +37,8 @@ def call_loss(
     algorithm: AlgorithmSection, columns: dict[str, list[torch.Tensor]], dp_size: int = 1
 ) -> tuple[torch.Tensor, dict[str, float]]:
     output = {"log_probs": nested(columns["current"]), "entropy": nested(columns["entropy"])}
-    names = [name for name in ("weight", "behaviour", "advantage", "old") if name in columns]
+    given = {"weight", "behaviour", "advantage", "old", "reference"}
+    names = [name for name in columns if name in given]
     data = TensorDict(
         {name: nested(columns[name]) for name in names}, batch_size=[len(columns["current"])]
     )
@@ -120,6 +121,21 @@ def test_tokens_without_weight_change_nothing() -> None:
     assert not gradients(loss, leaves)[4:].any()
 
 
+@pytest.mark.parametrize("policy_loss", ["vanilla", "gspo", "cispo"])
+@pytest.mark.parametrize("reject", [None, "token_k2", "seq_mean_k3"])
+def test_a_micro_batch_of_inert_rows_adds_zero(policy_loss: str, reject: str | None) -> None:
+    threshold = "0.5" if reject else None
+    algorithm = AlgorithmSection(
+        policy_loss=policy_loss, reject=reject, reject_threshold=threshold, entropy=0.1, kl=0.1
+    )
+    columns = random_columns([2, 2]) | {"weight": [torch.zeros(2)] * 2}
+    columns["reference"] = columns["behaviour"]
+    leaves = [row.requires_grad_() for row in columns["current"]]
+    loss, sums = call_loss(algorithm, columns)
+    assert loss.item() == 0 and not any(sums.values())
+    assert not gradients(loss, leaves).any()
+
+
 def test_grpo_advantages_are_rewards_measured_against_their_group() -> None:
     reward_R, group_R = [1.0, 0.0, 0.0, 1.0, 5.0, 7.0], ["a", "a", "a", "a", "b", "b"]
     found = estimator(AlgorithmSection()).advantages(reward_R, group_R, [1] * 6)
@@ -140,7 +156,7 @@ def test_verls_other_group_estimators_work_too(name: str) -> None:
     assert found[0] > 0 > found[1] == pytest.approx(found[2])
 
 
-@pytest.mark.parametrize("name", ["gae", "no_such"])
+@pytest.mark.parametrize("name", ["gae", "gdpo", "remax", "no_such"])
 def test_an_estimator_that_needs_more_than_rewards_is_refused_with_the_usable_ones(name) -> None:
-    with pytest.raises(ConfigError, match=r"take one of .*grpo.*rloo"):
+    with pytest.raises(ConfigError, match=rf"estimator={name} is .*take one of .*grpo.*rloo"):
         estimator(AlgorithmSection(estimator=name))

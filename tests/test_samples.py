@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_ray.config import RunConfig
 from lightning_ray.records import (
@@ -103,6 +101,11 @@ def test_a_harness_that_keeps_its_context_makes_one_row() -> None:
     assert count(fates) == {Fate.TRAINED: 3}
 
 
+def test_the_older_of_two_continuations_goes_on_with_the_row_also_if_it_is_shorter() -> None:
+    calls = [call(0, [1], [2]), call(1, [1, 2, 7, 7], [3]), call(2, [1, 2, 8], [4])]
+    assert [[c.seq for c in b.calls] for b in forest.branches(calls)] == [[0, 1], [0, 2]]
+
+
 def test_a_shared_call_is_trained_in_the_first_branch_and_is_context_in_the_other() -> None:
     calls = [call(0, [1], [2]), call(1, [1, 2, 7], [3]), call(2, [1, 2, 8], [4])]
     left, right = rows("r", calls, Layout(100))[0]
@@ -139,6 +142,9 @@ def test_samples_of_one_prompt_that_nobody_continued_are_orphans() -> None:
     assert count(rows("r", twins, Layout(100))[1]) == {Fate.ORPHANED: 3}
     continued = [*twins, call(2, [1, 2, 5], [6])]
     assert count(rows("r", continued, Layout(100))[1]) == {Fate.TRAINED: 4}
+    later = [call(0, [1, 4], [5])]  # what the later prompts begin with; they add the same to it
+    later += [call(1, [1, 4, 5, 9], [2]), call(2, [1, 4, 5, 9], [3])]
+    assert count(rows("r", later, Layout(100))[1]) == {Fate.TRAINED: 1, Fate.ORPHANED: 2}
 
 
 def test_a_constrained_call_is_context_but_not_trained() -> None:
@@ -181,11 +187,32 @@ def test_a_rollout_lost_to_infrastructure_leaves_the_baseline_and_the_average() 
     assert sum(made.table["weight"].combine_chunks().values.to_pylist()) == pytest.approx(1)
 
 
-def test_a_group_with_one_usable_rollout_says_nothing_and_is_counted() -> None:
-    made = build([rollout("x", "g", 1.0), rollout("y", "g", None)], {"x": one_turn("x")})
+def test_a_group_with_one_usable_rollout_is_masked_counted_and_may_be_refilled() -> None:
+    finished = [rollout("x", "g", 1.0), rollout("y", "g", None)]
+    made = build(finished, {"x": one_turn("x"), "y": one_turn("y", 2)})
     assert made.table.num_rows == 0
     assert made.table.schema == batches.ROW_SCHEMA
     assert made.statistics["batch/groups_too_small"] == 1
+    assert made.ledger.fates == {Fate.MASKED: 3, Fate.INFRA: 2}
+    assert made.statistics["ledger/masked"] == 3
+    assert batches.without_signal(finished, Estimator(mean_baseline)) == {"g"}
+
+
+def test_a_group_that_was_given_up_is_stale_but_for_what_infrastructure_spoiled() -> None:
+    cancelled = replace(
+        rollout("s1", "old", None), state=RolloutState.CANCELLED, outcome=Outcome.CANCELLED
+    )
+    finished = [rollout("x", "g", 1.0), rollout("y", "g", 0.0)]
+    finished += [rollout("s0", "old", 1.0), cancelled, rollout("s2", "old", None)]
+    calls = {r.attempt_id: one_turn(r.attempt_id, n) for n, r in enumerate(finished, 1)}
+    made = batches.build(finished, calls, RunConfig(), Estimator(mean_baseline), stale={"old"})
+    assert made.ledger.fates == {Fate.TRAINED: 1 + 2, Fate.STALE: 3 + 4, Fate.INFRA: 5}
+    assert made.statistics["ledger/stale"] == 7
+    assert advantages_of(made) == {"x": {0.5}, "y": {-0.5}}
+    assert sum(made.table["weight"].combine_chunks().values.to_pylist()) == pytest.approx(1)
+    # Cancelled by anybody else it has no reward, like after a fault.
+    made = build(finished, calls)
+    assert made.ledger.fates[Fate.INFRA] == 4 + 5 and made.ledger.fates[Fate.MASKED] == 3
 
 
 def test_a_ledger_that_does_not_add_up_is_refused() -> None:
@@ -255,6 +282,10 @@ def test_a_hook_gives_each_call_its_own_advantage() -> None:
     assert advantages_of(made) == {"x": {0.5, 1.5}, "y": {-0.5}}
     with pytest.raises(ValueError, match="one finite number per call"):
         build_with(lambda rollout, calls, advantage: [advantage])
+    # It refines outcomes: where these are equal it is not heard.
+    finished[1] = rollout("y", "g", 1.0)
+    made = build_with(lambda rollout, calls, advantage: [1.0] * len(calls))
+    assert made.ledger.fates == {Fate.ZERO_ADVANTAGE: 5}
 
 
 def test_groups_that_others_stand_in_for_leave_the_average_but_not_the_ledger() -> None:
@@ -289,76 +320,6 @@ def test_a_long_rollout_is_laid_out_in_well_under_a_second() -> None:
     assert row.trained == 20_000
 
 
-@st.composite
-def attempts(draw: st.DrawFn, name: str) -> list[Call]:
-    """Calls of a harness that continues, edits, resends and forks at random."""
-    made: list[Call] = []
-    for seq in range(draw(st.integers(0, 6))):
-        fresh = draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
-        base = draw(st.sampled_from([None, *made]))
-        prompt = fresh if base is None else base.full.tolist() + fresh
-        if base is not None and draw(st.booleans()):
-            prompt = base.prompt.tolist()
-        tokens = draw(st.lists(st.integers(0, 2), max_size=3))
-        made.append(call(seq, prompt, tokens, name, constrained=draw(st.integers(0, 9)) == 0))
-    return made
-
-
-@st.composite
-def worlds(draw: st.DrawFn) -> tuple[list[FinishedRollout], dict[str, list[Call]]]:
-    rollouts, calls = [], {}
-    for group in range(draw(st.integers(1, 3))):
-        for number in range(draw(st.integers(1, 4))):
-            name = f"{group}.{number}"
-            rollouts.append(rollout(name, str(group), draw(st.sampled_from([0.0, 0.3, 1.0, None]))))
-            calls[name] = draw(attempts(name))
-    return rollouts, calls
-
-
-@settings(max_examples=80, deadline=None)
-@given(worlds(), st.integers(1, 3), st.integers(16, 24), st.randoms(use_true_random=False))
-def test_tokens_are_trained_at_most_once_and_weights_add_up(world, steps, limit, random) -> None:
-    rollouts, calls = world
-    made = build(rollouts, calls, optimizer_steps=steps, max_row_tokens=limit)
-    table = made.table.to_pylist()
-    assert made.ledger.sampled == sum(len(c.tokens) for some in calls.values() for c in some)
-
-    trained_calls = [
-        (row["attempt_id"], seq)
-        for row in table
-        for seq in {s for s, kept in zip(row["calls"], row["trainable"], strict=True) if kept}
-    ]
-    assert len(trained_calls) == len(set(trained_calls))
-    by_id = {(name, c.seq): c for name, some in calls.items() for c in some}
-    for row in table:
-        assert len(row["tokens"]) <= limit
-        assert row["trainable"][-1]
-        for seq in {seq for seq in row["calls"] if seq >= 0}:
-            sampled = by_id[row["attempt_id"], seq]
-            at = len(sampled.prompt)
-            assert row["tokens"][: at + len(sampled.tokens)] == sampled.full.tolist()
-            assert row["calls"][at : at + len(sampled.tokens)] == [seq] * len(sampled.tokens)
-        assert [w > 0 for w in row["weight"]] == row["trainable"]
-
-    sizes = Counter(r.spec.group_id for r in rollouts if r.usable)
-    usable = [r for r in rollouts if r.usable and sizes[r.spec.group_id] > 1]
-    rollouts_of_step = [len(range(step, len(usable), steps)) for step in range(steps)]
-    for step in range(steps):
-        mine = [row for row in table if row["optimizer_step"] == step]
-        telling = len({row["rollout_id"] for row in mine})
-        if telling:
-            total = sum(sum(row["weight"]) for row in mine)
-            assert total == pytest.approx(telling / rollouts_of_step[step], rel=1e-5)
-    assert len({(row["rollout_id"], row["optimizer_step"]) for row in table}) == len(
-        {row["rollout_id"] for row in table}
-    )
-
-    shuffled = {name: random.sample(some, len(some)) for name, some in calls.items()}
-    assert (
-        build(rollouts, shuffled, optimizer_steps=steps, max_row_tokens=limit).table == made.table
-    )
-
-
 def test_a_batch_file_reads_back_as_the_batch(tmp_path) -> None:
     import pyarrow.parquet as pq
 
@@ -367,6 +328,19 @@ def test_a_batch_file_reads_back_as_the_batch(tmp_path) -> None:
     again = dataset.write(made, tmp_path, 3)
     assert [again] == list((tmp_path / "batches").iterdir())
     assert pq.read_table(again).cast(batches.ROW_SCHEMA) == made.table
+
+
+def test_what_was_written_after_a_checkpoint_is_forgotten_when_a_run_goes_back_to_it(
+    tmp_path,
+) -> None:
+    made = build([rollout("x", "g", 1.0), rollout("y", "g", 0.0)], {n: one_turn(n) for n in "xy"})
+    for step in (9, 10, 11):
+        dataset.write(made, tmp_path, step)
+    dataset.path(tmp_path, 12).with_suffix(".partial").write_text("torn")
+    dataset.truncate(tmp_path, 9)
+    kept = [f"{kind}/step-000009.parquet" for kind in ("batches", "ledger")]
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/*")) == kept
+    dataset.truncate(tmp_path / "new", 0)  # a run that has written nothing yet
 
 
 def test_reading_a_run_without_batches_says_so(tmp_path) -> None:

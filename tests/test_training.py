@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from runs import PATIENCE, ROOT, command, start, wait_for
 
 from lightning_ray import metrics
 from lightning_ray.run.checkpoint import Checkpoints
+from lightning_ray.samples import dataset
 from lightning_ray.tasks.swe import embedded
 
 
@@ -27,6 +29,9 @@ def killed_and_resumed(tmp_path_factory, request):
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     saved = Checkpoints(run_dir, keep=2).latest()
+    # As if it had been further when it was killed, and a later checkpoint were lost.
+    for kind in ("batches", "ledger"):
+        shutil.copy(dataset.path(run_dir, 1, kind), dataset.path(run_dir, 9, kind))
     log = run_dir.parent / "second.log"
     second = start(run_dir, log, "run.steps=2")
     assert second.wait(PATIENCE) == 0, log.read_text()
@@ -103,25 +108,34 @@ def test_an_evaluation_reports_base_and_trained_weights_and_goes_on_where_it_was
     assert len(rollouts) == 4, rollouts
 
 
-def test_the_batches_are_a_ray_dataset(killed_and_resumed):
-    import pyarrow.parquet as pq
+def test_the_batches_are_a_ray_dataset_of_the_steps_that_count(killed_and_resumed):
+    import ray
 
     from lightning_ray.samples.batch import ROW_SCHEMA
-    from lightning_ray.samples.dataset import path
 
     run_dir, _, _ = killed_and_resumed
-    for step in (1, 2):
-        assert pq.read_schema(path(run_dir, step)).names == ROW_SCHEMA.names
+    assert sorted(path.stem for path in (run_dir / "ledger").iterdir()) == [
+        "step-000001",
+        "step-000002",
+    ]
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        rows = dataset.read(run_dir)
+        assert rows.schema().names == ROW_SCHEMA.names
+        assert rows.count() == sum(row["batch/rows"] for row in metrics(run_dir))
+        trained = sum(sum(row["trainable"]) for row in rows.iter_rows())
+        assert trained == sum(row["ledger/trained"] for row in metrics(run_dir))
+    finally:
+        ray.shutdown()
 
 
 def test_every_token_of_a_run_can_be_explained(killed_and_resumed, capsys):
     import pyarrow.parquet as pq
 
     from lightning_ray.__main__ import main
-    from lightning_ray.samples.dataset import path
 
     run_dir, _, _ = killed_and_resumed
-    [entry, *_] = pq.read_table(path(run_dir, 2, "ledger")).to_pylist()
+    [entry, *_] = pq.read_table(dataset.path(run_dir, 2, "ledger")).to_pylist()
     assert main(["why", str(run_dir), "--rollout", entry["rollout_id"], "--token", "0"]) == 0
     said = capsys.readouterr().out
     assert entry["attempt_id"] in said and "batch            step 2" in said

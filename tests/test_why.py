@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_samples import build, call, rollout
 
 from lightning_ray.__main__ import main
+from lightning_ray.records import Call, FinishedRollout
 from lightning_ray.samples import dataset
 from lightning_ray.store.rollouts import RolloutStore
 
 
+def record(folder: Path, finished: list[FinishedRollout], calls: dict[str, list[Call]]) -> Path:
+    """Makes `folder` the directory of a run that trained on these rollouts in step 3."""
+    store = RolloutStore(folder / "store")
+    store.create_rollouts([r.spec for r in finished])
+    for attempt, some in calls.items():
+        store.start_attempt(attempt, attempt.partition("-")[0], 0, "hash", 1.0)
+        store.append(some)
+    store.close()
+    dataset.write(build(finished, calls), folder, 3)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Step 3 trained on x, whose second call branches off, and on y."""
-    folder = tmp_path_factory.mktemp("run")
-    finished = [rollout("x", "g", 1.0), rollout("y", "g", 0.0)]
+    """It has x, whose second call branches off, and y."""
     calls = {
         "x": [
             call(0, [1], [2, 3], "x"),
@@ -25,14 +38,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         "y": [call(0, [1], [4], "y")],
     }
-    store = RolloutStore(folder / "store")
-    store.create_rollouts([r.spec for r in finished])
-    for name, some in calls.items():
-        store.start_attempt(name, name, 0, "hash", 1.0)
-        store.append(some)
-    store.close()
-    dataset.write(build(finished, calls), folder, 3)
-    return folder
+    finished = [rollout("x", "g", 1.0), rollout("y", "g", 0.0)]
+    return record(tmp_path_factory.mktemp("run"), finished, calls)
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -76,3 +83,39 @@ def test_what_is_not_there_is_said(run_dir, capsys, tmp_path) -> None:
     code, said = ask(capsys, run_dir, "--rollout", "x", "--token", 0)
     running.close()
     assert code == 2 and "in use" in said
+
+
+def test_a_token_of_an_attempt_that_was_given_up_is_not_taken_for_one_of_the_next(
+    tmp_path, capsys
+) -> None:
+    retried = replace(rollout("x", "g", 1.0), attempt_id="x-a1", attempts=2)
+    calls = {
+        "x-a0": [call(0, [1], [2, 3, 4, 5], "x-a0")],
+        "x-a1": [call(0, [1], [6, 7], "x-a1")],
+        "y": [call(0, [1], [4], "y")],
+    }
+    record(tmp_path, [retried, rollout("y", "g", 0.0)], calls)
+    for number in range(4):  # the second attempt's call has no such place as 3
+        code, said = ask(capsys, tmp_path, "--rollout", "x", "--token", number)
+        assert code == 0 and "infra: an attempt that was given up" in said
+        assert "weight" not in said and "advantage" not in said
+    code, said = ask(capsys, tmp_path, "--rollout", "x", "--token", 4)
+    assert code == 0 and "6 (number 0 of call 0 of x-a1)" in said and "0.5 (reward 1)" in said
+
+
+def test_a_store_or_a_batch_that_is_gone_is_said_and_not_made_anew(
+    run_dir, tmp_path, capsys
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    RolloutStore(copy / "other").close()
+    for folder, message in (("other", "no call 0 of attempt x"), (None, "has no store")):
+        shutil.rmtree(copy / "store")
+        if folder:
+            (copy / folder).rename(copy / "store")
+        code, said = ask(capsys, copy, "--rollout", "x", "--token", 0)
+        assert code == 2 and message in said
+    assert not (copy / "store").exists()
+    dataset.path(copy, 3).unlink()
+    code, said = ask(capsys, copy, "--rollout", "x")
+    assert code == 2 and "its rows are not there" in said

@@ -18,14 +18,14 @@ from lightning_ray.store.rollouts import RolloutStore
 
 
 class NothingToExplain(LookupError):
-    """There is no such run, rollout or token; the message says what there is."""
+    """There is no such run, rollout or token, or a file of it is gone; the message says which."""
 
 
 def ledger(run_dir: Path, rollout_id: str) -> tuple[Table, str]:
     """A table of what became of each call of a rollout, and a sentence with the totals.
 
     Raises:
-        NothingToExplain: no batch of the run has the rollout.
+        NothingToExplain: no batch of the run has the rollout, or its file is gone.
     """
     step, entries, rows = _find(run_dir, rollout_id)
     shown = Table(title=f"{rollout_id}, in the batch of step {step}")
@@ -45,7 +45,7 @@ def token(run_dir: Path, rollout_id: str, number: int) -> dict[str, str]:
     call after call, over all attempts.
 
     Raises:
-        NothingToExplain: there is no such rollout or token.
+        NothingToExplain: there is no such rollout or token, or the store or batch is gone.
         StoreLocked: the run is going on.
     """
     step, entries, rows = _find(run_dir, rollout_id)
@@ -69,13 +69,13 @@ def token(run_dir: Path, rollout_id: str, number: int) -> dict[str, str]:
         "batch": f"step {step}",
         "fate": f"{entry['fate']}: {entry['reason']}",
     }
-    return facts | _in_loss(rows, call.seq, place)
+    return facts | _in_loss(rows, call, place)
 
 
-def _in_loss(rows: pa.Table, seq: int, place: int) -> dict[str, str]:
+def _in_loss(rows: pa.Table, call: Call, place: int) -> dict[str, str]:
     for number, row in enumerate(rows.to_pylist()):
-        mine = np.flatnonzero(np.array(row["trainable"]) & (np.array(row["calls"]) == seq))
-        if len(mine):
+        mine = np.flatnonzero(np.array(row["trainable"]) & (np.array(row["calls"]) == call.seq))
+        if row["attempt_id"] == call.attempt_id and len(mine):
             at = int(mine[place])
             return {
                 "row": f"{number + 1} of {rows.num_rows}, position {at} of {len(row['tokens'])}, "
@@ -89,7 +89,12 @@ def _in_loss(rows: pa.Table, seq: int, place: int) -> dict[str, str]:
 def _find(run_dir: Path, rollout_id: str) -> tuple[int, pa.Table, pa.Table]:
     if not (run_dir / "ledger").is_dir():
         raise NothingToExplain(f"{run_dir} has no ledger: no run has made an update there yet")
-    found = dataset.find(run_dir, rollout_id)
+    try:
+        found = dataset.find(run_dir, rollout_id)
+    except FileNotFoundError as error:
+        raise NothingToExplain(
+            f"a ledger of {run_dir} has {rollout_id}, but its rows are not there: {error}"
+        ) from error
     if found is None:
         raise NothingToExplain(
             f"no batch of {run_dir} has a rollout {rollout_id!r}. Ids are the names of the folders "
@@ -99,8 +104,14 @@ def _find(run_dir: Path, rollout_id: str) -> tuple[int, pa.Table, pa.Table]:
 
 
 def _call(run_dir: Path, attempt_id: str, seq: int) -> Call:
-    store = RolloutStore(run_dir / "store")
+    folder = run_dir / "store"
+    if not folder.is_dir():
+        raise NothingToExplain(f"{run_dir} has no store, where its calls would be")
+    store = RolloutStore(folder)
     try:
-        return next(call for call in store.calls(attempt_id) if call.seq == seq)
+        calls = {call.seq: call for call in store.calls(attempt_id)}
     finally:
         store.close()
+    if seq not in calls:
+        raise NothingToExplain(f"{folder} has no call {seq} of attempt {attempt_id}")
+    return calls[seq]

@@ -307,6 +307,7 @@ class Run:
     def _restore(self, found: tuple[Path, State] | None) -> bool:
         """Goes back to the last checkpoint; False if there is none."""
         if found is None:
+            dataset.truncate(self.run_dir, 0)
             self._metrics.truncate(-1)
             return False
         folder, state = found
@@ -324,6 +325,7 @@ class Run:
                 f"{self._checksum}, but {state.checksum} was "
                 "written; delete that checkpoint to go on from the one before it"
             )
+        dataset.truncate(self.run_dir, self._version.step)
         self._metrics.truncate(self._version.step)
         self._say(f"resuming at step {self._version.step} from {folder}")
         return True

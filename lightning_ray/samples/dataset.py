@@ -5,7 +5,8 @@
 sampled, or for training elsewhere, also while the run goes on; the trainer gets its batch as one
 from `of`.
 
-Invariants: a file is whole or absent; writing a step again replaces it.
+Invariants: a file is whole or absent; writing a step again replaces it; after `truncate(k)` no step
+above k remains.
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ def write(batch: Batch, run_dir: Path, step: int) -> Path:
     """Writes the batch of training step `step` (columns: `batch.ROW_SCHEMA`) and its ledger."""
     _replace(batch.ledger.table, path(run_dir, step, "ledger"))
     return _replace(batch.table, path(run_dir, step))
+
+
+def truncate(run_dir: Path, after_step: int) -> None:
+    """Deletes what steps above `after_step` wrote: a run that resumes there trains them again."""
+    for kind in ("batches", "ledger"):
+        for file in (run_dir / kind).glob("step-*"):
+            if _step(file) > after_step:
+                file.unlink()
 
 
 def of(table: pa.Table) -> Dataset:
@@ -66,9 +75,13 @@ def find(run_dir: Path, rollout_id: str) -> tuple[int, pa.Table, pa.Table] | Non
         wanted = pc.field("rollout_id") == rollout_id
         ledger = pq.read_table(file, filters=wanted)
         if ledger.num_rows:
-            step = int(file.stem.removeprefix("step-"))
+            step = _step(file)
             return step, ledger, pq.read_table(path(run_dir, step), filters=wanted)
     return None
+
+
+def _step(file: Path) -> int:
+    return int(file.stem.removeprefix("step-"))
 
 
 def _replace(table: pa.Table, final: Path) -> Path:

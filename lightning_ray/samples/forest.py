@@ -1,18 +1,16 @@
 """The forest of an attempt: its calls arranged by token prefix.
 
-A call is a child of the earlier call whose prompt and sampled tokens are the longest prefix of its
-own prompt, so a harness that keeps one context makes one chain, and one that edits or forks it
-makes branches. `branches` lists the root-to-leaf paths, depth first and older children first.
+A call is a child of the call whose prompt and sampled tokens are the longest prefix of its own
+prompt, so a harness that keeps one context makes one chain, and one that edits or forks it makes
+branches. `branches` lists the root-to-leaf paths, depth first and older children first.
 
 Invariants: every call is on at least one branch and owned by exactly one, the first that it is on;
-what a branch does not own is a prefix of it; the order in which calls are given does not matter; a
-chain costs one comparison a call.
+what a branch does not own is a prefix of it; the trees are the same in whatever order calls came
+(`seq`) and are given; a chain costs one comparison a call.
 """
 
 from __future__ import annotations
 
-import hashlib
-from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +32,13 @@ class Branch:
 def parents(calls: Iterable[Call]) -> dict[int, int | None]:
     """The `seq` of each call's parent, by its own `seq`; None for a root."""
     found: dict[int, int | None] = {}
-    # The calls so far, the longest first; of equal twins the older one, which is the parent.
-    longest: list[tuple[int, int, Call]] = []
-    for call in sorted(calls, key=lambda call: call.seq):
-        found[call.seq] = next((seq for _, seq, c in longest if _continues(call, c)), None)
-        length = len(call.prompt) + len(call.tokens)
-        insort(longest, (-length, call.seq, call), key=lambda entry: entry[:2])
-    return found
+    shorter: list[Call] = []
+    # A parent is not longer than its child's prompt, so it comes first.
+    for call in sorted(calls, key=lambda c: (_length(c), len(c.prompt), c.seq)):
+        parent = next((c for c in reversed(shorter) if _continues(call, c)), None)
+        found[call.seq] = parent.seq if parent else None
+        shorter.append(call)
+    return dict(sorted(found.items()))
 
 
 def branches(
@@ -76,18 +74,24 @@ def ambiguous_twins(
 ) -> frozenset[int]:
     """The `seq`s of calls that sampled one same prompt, none of them continued: nobody can say
     which of the replies the harness got, so none is a sample of what it acted on."""
-    calls = list(calls)
-    continued = set((parent_of or parents(calls)).values())
-    twins: dict[bytes, list[int]] = defaultdict(list)
-    for call in calls:
-        prompt = np.ascontiguousarray(call.prompt, np.int32)
-        twins[hashlib.blake2b(prompt.data).digest()].append(call.seq)
+    by_seq = {call.seq: call for call in calls}
+    parent_of = parent_of or parents(by_seq.values())
+    continued = set(parent_of.values())
+    # Equal prompts have one parent, so what they add to it tells them apart from others.
+    twins: dict[tuple[int | None, bytes], list[int]] = defaultdict(list)
+    for seq, parent in parent_of.items():
+        added = by_seq[seq].prompt[0 if parent is None else _length(by_seq[parent]) :]
+        twins[parent, np.asarray(added, np.int32).tobytes()].append(seq)
     return frozenset(
         seq
         for group in twins.values()
         if len(group) > 1 and not continued.intersection(group)
         for seq in group
     )
+
+
+def _length(call: Call) -> int:
+    return len(call.prompt) + len(call.tokens)
 
 
 def _continues(call: Call, earlier: Call) -> bool:

@@ -2,7 +2,8 @@
 
 verl's estimators take a reward and a mask per token; a rollout has one reward, so each is given as
 a response of one token, and what comes back is the rollout's advantage. Estimators that need more
-than rewards and groups (a critic's values, a baseline rollout) are refused by name.
+than rewards and groups (a critic's values, a baseline rollout, several rewards) are refused by
+name.
 
 Invariants: computed in float64, whatever the model's precision.
 """
@@ -23,6 +24,8 @@ from lightning_ray.samples.batch import CallAdvantages, Estimator
 
 # Estimators in which long rollouts count more.
 _BY_LENGTH = {"opo"}
+# gdpo normalizes several rewards of a rollout apart; of one it would make another grpo.
+_NEEDS_REWARDS = {"gdpo"}
 # What a rollout can offer an estimator.
 _OFFERED = {"token_level_rewards", "response_mask", "index", "config", "norm_adv_by_std_in_grpo"}
 
@@ -31,16 +34,19 @@ def estimator(algorithm: AlgorithmSection) -> Estimator:
     """The function from the rewards and groups of R rollouts to their R advantages.
 
     Raises:
-        ConfigError: `algorithm.estimator` is unknown to verl or needs more than rewards and groups.
+        ConfigError: `algorithm.estimator` is unknown to verl or needs more than groups and one
+            reward per rollout.
     """
     name = algorithm.estimator
     usable = sorted(
-        known for known, fn in ADV_ESTIMATOR_REGISTRY.items() if not _wants(fn) - _OFFERED
+        known
+        for known, fn in ADV_ESTIMATOR_REGISTRY.items()
+        if not _wants(fn) - _OFFERED and known not in _NEEDS_REWARDS
     )
     if name not in usable:
         raise ConfigError(
-            f"algorithm.estimator={name} is not an estimator that needs rewards and groups only; "
-            f"take one of {', '.join(usable)}"
+            f"algorithm.estimator={name} is not an estimator that needs groups and one reward per "
+            f"rollout only; take one of {', '.join(usable)}"
         )
     function = get_adv_estimator_fn(name)
     takes = inspect.signature(function).parameters

@@ -113,7 +113,8 @@ class PolicyLoss:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights old / behaviour, and 1 where a token stays in the loss."""
         algorithm, kept_SL = self.algorithm, mask_SL
-        if algorithm.reject:
+        # verl's function refuses a micro-batch of inert rows.
+        if algorithm.reject and mask_SL.any():
             kept_SL, _ = compute_rollout_rejection_mask(
                 log_ratio_SL, mask_SL, algorithm.reject, algorithm.reject_threshold
             )
