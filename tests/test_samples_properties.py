@@ -15,6 +15,7 @@ from test_samples import call, mean_baseline, rollout
 from lightning_ray.config import RunConfig
 from lightning_ray.records import Call, FinishedRollout, Outcome, RolloutState, SideCall
 from lightning_ray.samples import batch as batches
+from lightning_ray.samples import forest
 from lightning_ray.samples.batch import Batch, Estimator
 
 
@@ -140,3 +141,19 @@ def test_a_call_has_the_same_fate_and_weight_in_whatever_order_the_calls_came(
     one = by_call(world.build(max_row_tokens=limit), world.calls)
     other = by_call(world.build(renumbered, max_row_tokens=limit), renumbered)
     assert one == other
+
+
+@given(attempts("a"))
+def test_shared_prompts_are_the_same_prompts_in_less_memory(calls: list[Call]) -> None:
+    for before, after in zip(calls, forest.shared(calls), strict=True):
+        assert np.array_equal(before.prompt, after.prompt)
+        assert replace(after, prompt=before.prompt) == before
+    assert forest.parents(forest.shared(calls)) == forest.parents(calls)
+
+
+def test_the_prompts_of_a_chain_take_the_memory_of_the_longest() -> None:
+    made = [call(0, [1] * 100, [2] * 10)]
+    for seq in range(1, 200):
+        made.append(call(seq, made[-1].full.tolist() + [3] * 20, [2] * 10))
+    longest = made[-1].prompt
+    assert all(np.shares_memory(one.prompt, longest) for one in forest.shared(made))

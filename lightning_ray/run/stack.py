@@ -28,6 +28,7 @@ from lightning_ray.report.console import View
 from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.run.waiting import RunError, Waiting
+from lightning_ray.samples import forest
 from lightning_ray.store import actor as store_actor
 
 # Seconds between two looks at the controller: how fresh the console is.
@@ -224,8 +225,9 @@ class Stack:
         """The calls of every attempt of `rollouts`, by attempt id."""
         attempts = self.attempts(rollouts)
         found = [self.store.calls.remote(attempt) for attempt in attempts]
-        read = [self._wait.get(calls, "reading calls from the store") for calls in found]
-        return dict(zip(attempts, read, strict=True))
+        read = (self._wait.get(calls, "reading calls from the store") for calls in found)
+        # They come with whole prompts, whose sum grows with the square of the turns.
+        return dict(zip(attempts, map(forest.shared, read), strict=True))
 
     def _look_at_store(self) -> None:
         """Says what the store has to say: that its disk is full, say, while it is waited for."""

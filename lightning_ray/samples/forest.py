@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,6 +39,21 @@ def parents(calls: Iterable[Call]) -> dict[int, int | None]:
         found[call.seq] = parent.seq if parent else None
         shorter.append(call)
     return dict(sorted(found.items()))
+
+
+def shared(calls: Sequence[Call]) -> list[Call]:
+    """The same calls, with the prompts of a chain as views of the longest one, so that they take
+    memory by its length and are not compared again."""
+    by_seq = {call.seq: call for call in calls}
+    parent_of = parents(calls)
+    made: dict[int, Call] = {}
+    for leaf in sorted(calls, key=_length, reverse=True):
+        seq: int | None = leaf.seq
+        while seq is not None and seq not in made:
+            call = by_seq[seq]
+            made[seq] = replace(call, prompt=leaf.prompt[: len(call.prompt)])
+            seq = parent_of[seq]
+    return [made[call.seq] for call in calls]
 
 
 def branches(
@@ -97,9 +112,15 @@ def _length(call: Call) -> int:
 def _continues(call: Call, earlier: Call) -> bool:
     """True if `earlier`, prompt and reply, is a prefix of the prompt of `call`."""
     head, whole, reply = len(earlier.prompt), call.prompt, earlier.tokens
+    is_view = _address(earlier.prompt) == _address(whole)
     # The reply first: it is short, and where two conversations differ most.
     return (
         head + len(reply) <= len(whole)
         and np.array_equal(reply, whole[head : head + len(reply)])
-        and np.array_equal(earlier.prompt, whole[:head])
+        and (is_view or np.array_equal(earlier.prompt, whole[:head]))
     )
+
+
+def _address(array: np.ndarray) -> int:
+    """Where it begins in memory: arrays that begin together agree as far as both go."""
+    return int(array.__array_interface__["data"][0])

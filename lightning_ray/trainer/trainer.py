@@ -47,6 +47,8 @@ WORKER_ENV = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
 }
+# Seconds in which a rank that is there says so, if it is not busy.
+PING_S = 10.0
 # What of a model folder is weights, which `save_hf` replaces.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 
@@ -254,11 +256,23 @@ class Trainer:
         try:
             yield
         except ray.exceptions.RayTaskError as error:
+            if self._has_lost_a_rank():  # the others raise because it does not answer them
+                raise TrainerKilled(f"a trainer rank was killed while {doing}") from error
             raise TrainerDied(f"a trainer rank raised while {doing}: {error.cause!r}") from error
         except ray.exceptions.RayActorError as error:
             raise TrainerKilled(f"a trainer rank was killed while {doing}") from error
         finally:
             limit.cancel()
+
+    def _has_lost_a_rank(self) -> bool:
+        for worker in self._group.workers:
+            try:
+                ray.get(worker.__ray_ready__.remote(), timeout=PING_S)
+            except ray.exceptions.RayActorError:
+                return True
+            except ray.exceptions.GetTimeoutError:
+                continue  # it waits for the one that is gone
+        return False
 
 
 class _Group(RayWorkerGroup):
