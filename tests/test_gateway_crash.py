@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import openai
 import psutil
 import pytest
 import ray
+from runs import process_of
 from support import HELLO, Running
 
 from lightning_ray.gateway import deploy
@@ -27,15 +29,8 @@ def gateway(tmp_path_factory):
     ray.shutdown()
 
 
-def process_of(name: str) -> psutil.Process:
-    for process in psutil.Process().children(recursive=True):
-        if name in " ".join(process.cmdline()):
-            return process
-    raise LookupError(f"no process is called {name}")
-
-
 def replica() -> psutil.Process:
-    return process_of("ServeReplica:lightning_ray:gateway")
+    return process_of(os.getpid(), "ray::ServeReplica:lightning_ray:gateway")
 
 
 def kill_at_the_record(log: Path, victim: psutil.Process) -> None:
@@ -87,7 +82,7 @@ def test_a_call_whose_only_engine_dies_goes_on_with_the_next_life_of_it(gateway,
     [engine] = gateway.engines
     ray.get(engine.script.remote(["lost with the engine"], 60.0))
     attempt = gateway.attempt()
-    threading.Timer(1.5, process_of("ray::ScriptedEngine").kill).start()
+    threading.Timer(1.5, process_of(os.getpid(), "ray::ScriptedEngine").kill).start()
     client = gateway.client(attempt)  # it does not try again
     reply = client.chat.completions.create(model="m", messages=HELLO, stream=stream)
     if stream:
@@ -103,7 +98,7 @@ def test_a_call_whose_only_engine_dies_goes_on_with_the_next_life_of_it(gateway,
 def test_a_stream_is_not_cut_when_the_store_dies_under_it(gateway):
     ray.get(gateway.engines[0].script.remote(["kept"], 8.0))
     attempt = gateway.attempt()
-    killing = threading.Timer(6.0, process_of("ray::StoreActor").kill)
+    killing = threading.Timer(6.0, process_of(os.getpid(), "ray::StoreActor").kill)
     killing.start()
     reply = gateway.client(attempt).chat.completions.create(model="m", messages=HELLO, stream=True)
     said = "".join(chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices)

@@ -29,6 +29,7 @@ import openai
 import pytest
 import ray
 from support import Running, tokens_by_fate
+from test_gateway_crash import kill_at_the_record, replica
 
 from lightning_ray.gateway import deploy
 from lightning_ray.records import Branch, Call, FinishReason, Outcome, SideCall, Task
@@ -409,3 +410,16 @@ def test_a_turn_that_is_cut_off_ends_codex_and_is_graded(gateway, tmp_path):
     [call] = ray.get(gateway.store.calls.remote(asked.attempt_id))
     assert call.finish_reason is FinishReason.LENGTH and len(call.tokens) == 4000
     check_tokens([call], [[call]])
+
+
+@pytest.mark.slow
+def test_no_harness_notices_a_replica_that_dies_before_it_answers(gateway, tmp_path):
+    ray.get(gateway.engines[0].play.remote(SCRIPTS))
+    asked = {name: request(gateway, name, tmp_path) for name in CASES if name != "openhands"}
+    gateway.attempt()  # the store has begun its log
+    [log] = (gateway.folder / "store" / "calls").glob("*.log")
+    with side_by_side(asked) as running:
+        kill_at_the_record(log, replica())
+    for name, one in asked.items():
+        with trial(one, name, "replica"):
+            check_two_turns(gateway, name, one, running[name].result())
