@@ -55,13 +55,17 @@ class Monkey:
 
     def kill(self, victim: str) -> bool:
         """Kills one process of that kind, if there is one now."""
-        if self.run.poll() is not None:
-            self.start(MANY)
         with contextlib.suppress(LookupError, psutil.NoSuchProcess):
             self._find(victim).kill()
             self.killed[victim] += 1
             return True
         return False
+
+    def works(self) -> bool:
+        """True if the run collects or trains; starts it if it has ended."""
+        if self.run.poll() is not None:
+            self.start(MANY)
+        return "| collect" in self.log.read_text().rpartition("starting | store")[2]
 
     def _find(self, victim: str) -> psutil.Process:
         if victim == "the driver":
@@ -101,8 +105,14 @@ def survived(tmp_path_factory):
         for _ in range(ROUNDS):
             for victim in monkey.dice.sample(VICTIMS, len(VICTIMS)):
                 deadline = time.monotonic() + PATIENCE
-                time.sleep(monkey.dice.uniform(5, 25))
+                # Mostly while it works, now and then while it starts.
+                patient = monkey.dice.random() < 0.8
+                while not monkey.works() and patient:
+                    assert time.monotonic() < deadline, monkey.log.read_text()[-4000:]
+                    time.sleep(2)
+                time.sleep(monkey.dice.uniform(3, 20))
                 while not monkey.kill(victim):
+                    monkey.works()
                     assert time.monotonic() < deadline, monkey.log.read_text()[-4000:]
                     time.sleep(monkey.dice.uniform(0, 1))
         monkey.finish()
