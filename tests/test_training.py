@@ -122,9 +122,9 @@ def test_the_batches_are_a_ray_dataset_of_the_steps_that_count(killed_and_resume
     try:
         rows = dataset.read(run_dir)
         assert rows.schema().names == ROW_SCHEMA.names
-        assert rows.count() == sum(row["batch/rows"] for row in metrics(run_dir))
+        assert rows.count() == sum(row["batch/rows"] for row in metrics.read(run_dir))
         trained = sum(sum(row["trainable"]) for row in rows.iter_rows())
-        assert trained == sum(row["ledger/trained"] for row in metrics(run_dir))
+        assert trained == sum(row["ledger/trained"] for row in metrics.read(run_dir))
     finally:
         ray.shutdown()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -24,6 +25,8 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def cluster():
+    # Ray's workers do not have this folder on their path.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
