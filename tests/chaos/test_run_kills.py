@@ -34,7 +34,7 @@ from lightning_ray.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
-ROUNDS = int(os.environ.get("LIGHTNING_RAY_CHAOS_ROUNDS", "2"))
+ROUNDS = int(os.environ.get("LIGHTNING_RAY_CHAOS_ROUNDS", "1"))
 SEED = int(os.environ.get("LIGHTNING_RAY_CHAOS_SEED", "0"))
 VICTIMS = [
     "the driver", "ray::PolicyWorker", "ray::RolloutController", "ray::EngineActor", "VLLM::Engine",
