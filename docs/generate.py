@@ -31,7 +31,7 @@ RESULTS = Path(__file__).with_name("harnesses.json")
 LICENCES = Path(__file__).with_name("licences.md")
 LOCK = Path(__file__).parents[1] / "constraints-cpu.txt"
 RECIPES = Path(harness.__file__).parent / "recipes"
-SCENARIOS = ("two turns", "pause", "sub-agent", "compaction")
+SCENARIOS = ("two turns", "pause", "replica", "sub-agent", "compaction")
 PROTOCOLS = {
     "openai_chat": "Chat Completions",
     "openai_responses": "Responses",

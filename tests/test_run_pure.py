@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_samples import rollout
 
 from lightning_ray.config import ConfigError
-from lightning_ray.records import PolicyVersion, RolloutSpec, Task
+from lightning_ray.records import Outcome, PolicyVersion, RolloutSpec, RolloutState, Task
 from lightning_ray.run import checkpoint, data
 from lightning_ray.run.checkpoint import Checkpoints, State
+from lightning_ray.run.collection import check_faults
 from lightning_ray.run.cycle import Phase, Plan, Position
 from lightning_ray.run.groups import Group
+from lightning_ray.run.waiting import RunError
 
 PENDING = (Group(3, "p3"), Group(4, "p4.1", tries=1, birth=2))
 
@@ -186,3 +191,12 @@ def test_a_checkpoint_whose_removal_was_cut_off_is_not_seen(tmp_path, monkeypatc
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-00001.partial", "step-00002"]
     assert Checkpoints(tmp_path, keep=1).latest()[1].version.step == 2
+
+
+def test_a_step_that_lost_too_much_to_infrastructure_stops_with_a_diagnosis():
+    good, lost = rollout("good", "g", 1.0), rollout("lost", "g", None)
+    cancelled = replace(lost, state=RolloutState.CANCELLED, outcome=Outcome.CANCELLED)
+    check_faults([good, lost], 0.5, Path("run"))
+    check_faults([good, cancelled, cancelled], 0.5, Path("run"))  # nobody's fault
+    with pytest.raises(RunError, match=r"2 of 3 rollouts were lost .*2 x node_lost.* lost: node"):
+        check_faults([good, lost, lost], 0.5, Path("run"))

@@ -9,15 +9,25 @@ rollout is handed over once; one that was finished before a crash is not run aga
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_ray.config import RunConfig
-from lightning_ray.records import Call, FinishedRollout, PolicyVersion, RolloutSpec, Task
+from lightning_ray.records import (
+    Call,
+    FinishedRollout,
+    PolicyVersion,
+    RolloutSpec,
+    RolloutState,
+    Task,
+)
 from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.run import data
 from lightning_ray.run.groups import FOREIGN, Group, Groups, Limits
 from lightning_ray.run.stack import Progress, Stack
+from lightning_ray.run.waiting import RunError
 from lightning_ray.samples import batch
 from lightning_ray.samples.batch import Estimator
 
@@ -173,3 +183,17 @@ class Collection:
             {group.group_id for group in over},
             {g.group_id: step - g.birth for g in taken.groups if g.birth is not None},
         )
+
+
+def check_faults(rollouts: Sequence[FinishedRollout], most: float, run_dir: Path) -> None:
+    """Raises RunError if more than the share `most` of `rollouts` was lost to infrastructure."""
+    failed = [r for r in rollouts if r.state is RolloutState.FAILED]
+    if len(failed) <= most * len(rollouts):
+        return
+    outcomes = ", ".join(f"{n} x {o}" for o, n in Counter(r.outcome for r in failed).most_common())
+    raise RunError(
+        f"{len(failed)} of {len(rollouts)} rollouts were lost to infrastructure ({outcomes}); "
+        f"training on the rest would be training on noise. The last one, "
+        f"{failed[-1].spec.rollout_id}: {failed[-1].detail or failed[-1].outcome}. Logs are in "
+        f"{run_dir / 'rollouts'}; run.max_infrastructure_faults sets the limit"
+    )

@@ -26,7 +26,7 @@ from lightning_ray.rollouts import harness, sandbox
 from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.run import data, ending
 from lightning_ray.run.checkpoint import Checkpoints, State
-from lightning_ray.run.collection import Collection, Harvest
+from lightning_ray.run.collection import Collection, Harvest, check_faults
 from lightning_ray.run.cycle import Phase, Plan, Position
 from lightning_ray.run.ending import Results
 from lightning_ray.run.stack import Stack, with_counts
@@ -333,20 +333,8 @@ class Run:
     # -- numbers --------------------------------------------------------------------------------
 
     def _check_faults(self, rollouts: Sequence[FinishedRollout]) -> None:
-        failed = [r for r in rollouts if r.state is RolloutState.FAILED]
-        self._values["rollouts/failed"] = len(failed)
-        if len(failed) <= self._config.run.max_infrastructure_faults * len(rollouts):
-            return
-        outcomes = ", ".join(
-            f"{n} x {o}" for o, n in Counter(r.outcome for r in failed).most_common()
-        )
-        raise RunError(
-            f"{len(failed)} of {len(rollouts)} rollouts were lost to "
-            f"infrastructure ({outcomes}); training "
-            f"on the rest would be training on noise. The last one, {failed[-1].spec.rollout_id}: "
-            f"{failed[-1].detail or failed[-1].outcome}. Logs are in {self.run_dir / 'rollouts'}; "
-            "run.max_infrastructure_faults sets the limit"
-        )
+        self._values["rollouts/failed"] = sum(r.state is RolloutState.FAILED for r in rollouts)
+        check_faults(rollouts, self._config.run.max_infrastructure_faults, self.run_dir)
 
     def _rates(self, found: Harvest, seconds: float) -> dict[str, float]:
         """Of what an update takes, over the time since the last one took."""
