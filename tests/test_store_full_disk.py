@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from small_disk import full, mounted
+from small_disk import full, mounted, skip_without
 from support import Running
 
 from lightning_ray.gateway import deploy
@@ -32,9 +32,7 @@ def on_a_small_disk(folder: Path, *command: str) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize("scenario", [("pause",), ("rounds", "0"), ("rounds", "1")])
 def test_a_full_disk_pauses_the_store_and_loses_nothing(tmp_path: Path, scenario):
-    tried = on_a_small_disk(tmp_path, "true")
-    if tried.returncode:
-        pytest.skip(f"no small file system on this machine: {tried.stderr.strip()}")
+    skip_without(on_a_small_disk(tmp_path, "true"))
     script = Path(__file__).with_name("small_disk.py")
     name, *seed = scenario
     ran = on_a_small_disk(tmp_path, sys.executable, str(script), name, str(tmp_path), *seed)

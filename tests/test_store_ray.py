@@ -101,7 +101,7 @@ def test_a_run_says_that_its_disk_is_full_and_that_it_goes_on(tmp_path: Path):
             while not said and time.monotonic() < deadline:
                 stack._look_at_store()
             assert f"the disk of {tmp_path / 'store'} is full" in said[0]
-        stack._get(closing)
+        ray.get(closing)
         stack._look_at_store()
         assert len(said) == 2 and "there is room again" in said[1]
         stack.stop()
