@@ -220,6 +220,11 @@ class RolloutSection(Section):
     concurrency: int = Field(
         16, ge=1, description="Harnesses running at a time in the whole cluster."
     )
+    launcher: Literal["local", "kubernetes", "task"] = Field(
+        "local",
+        description="What runs a harness: a process on a node of Ray, a Kubernetes Job, or what "
+        "each task's `launcher` field says (local, kubernetes).",
+    )
     retries: int = Field(2, ge=0, description="New attempts after an infrastructure fault.")
     timeout_s: float = Field(1800, gt=0, description="Time limit of one attempt, in seconds.")
     cpus: float = Field(

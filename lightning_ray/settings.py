@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from lightning_ray.cluster_sections import KubernetesSection
 from lightning_ray.learning_sections import (
     AlgorithmSection,
     SamplesSection,
@@ -49,6 +50,9 @@ class RunConfig(Section):
     )
     rollout: RolloutSection = Field(
         default_factory=RolloutSection, description="How harnesses are run."
+    )
+    kubernetes: KubernetesSection = Field(
+        default_factory=KubernetesSection, description="Rollouts as Kubernetes Jobs."
     )
     task: TaskSection = Field(
         default_factory=TaskSection, description="Data, workspaces and grading."
@@ -136,6 +140,7 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
         for key in ("sandbox_require", "sandbox_paths"):
             if getattr(config.rollout, key):
                 yield f"rollout.{key} has no effect with rollout.sandbox=none"
+    yield from _pod_contradictions(config)
     if config.task.grader and config.task.grader_command:
         yield "task.grader and task.grader_command are both set; keep one"
     if config.run.validate_every and config.task.validation is None:
@@ -144,6 +149,18 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
         yield "sampling.validation_temperature has no effect without task.validation"
     if (config.trainer.max_row_tokens or 0) > config.model.max_model_len:
         yield "trainer.max_row_tokens above model.max_model_len has no effect"
+
+
+def _pod_contradictions(config: RunConfig) -> Iterable[str]:
+    pods = config.kubernetes
+    if config.rollout.launcher == "local":
+        if pods != type(pods)():
+            yield "the section kubernetes has no effect with rollout.launcher=local"
+    elif not (pods.image or pods.template):
+        yield (
+            f"rollout.launcher={config.rollout.launcher} needs kubernetes.image or "
+            "kubernetes.template"
+        )
 
 
 def _schedule_contradictions(config: RunConfig) -> Iterable[str]:

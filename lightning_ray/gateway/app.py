@@ -33,6 +33,7 @@ from lightning_ray.gateway.dialects import (
 )
 from lightning_ray.gateway.dispatch import Dispatch
 from lightning_ray.gateway.errors import ApiError
+from lightning_ray.gateway.files import Files
 from lightning_ray.gateway.operator import Operator, invalid
 from lightning_ray.gateway.render import Renderer
 from lightning_ray.gateway.service import Service
@@ -122,6 +123,7 @@ class GatewayDeployment:
     ) -> None:
         self._config = config
         self._operator = Operator(config, store, operator_hash)
+        self._files = Files(store)
         self._service = Service(
             config,
             Renderer(model_dir, config.model),
@@ -176,6 +178,18 @@ class GatewayDeployment:
     async def reward(self, rollout_id: str, request: Request) -> Response:
         body = partial(self._body, request)
         return ORJSONResponse(await self._operator.reward(rollout_id, request.headers, body))
+
+    # -- files for and from pods ----------------------------------------------------------------
+
+    @app.get("/rollout/{room}/files/{name}")
+    async def take_file(self, room: str, name: str, request: Request) -> Response:
+        content = await self._files.take(room, name, request.headers)
+        return Response(content, media_type="application/octet-stream")
+
+    @app.put("/rollout/{room}/files/result")
+    async def bring_result(self, room: str, request: Request) -> Response:
+        await self._files.bring(room, request.headers, partial(self._body, request))
+        return Response(status_code=204)
 
     # -- the operator API -----------------------------------------------------------------------
 

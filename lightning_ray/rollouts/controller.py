@@ -14,12 +14,12 @@ store or of this code is raised by the next `next_finished`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -31,8 +31,10 @@ from lightning_ray.rollouts import harness
 from lightning_ray.rollouts.grading import Episode, GradeRequest, GraderFault, grade
 from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycle, Next, judge
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_attempt
+from lightning_ray.rollouts.pods.attempts import Pods
 from lightning_ray.rollouts.process import Limits
 from lightning_ray.rollouts.sandbox import wanted
+from lightning_ray.store.attempts import Known
 
 NAMESPACE = "lightning_ray"  # of Ray's actor names
 MODEL_NAME = "policy"  # what harnesses are told; the gateway serves one model and ignores the name
@@ -44,12 +46,14 @@ _run_attempt = ray.remote(max_retries=0)(run_attempt)
 _grade = ray.remote(max_retries=0)(grade)
 
 
-def start(config: RunConfig, store: Any, gateway_url: str) -> Any:
+def start(
+    config: RunConfig, store: Any, gateway_url: str, run_id: str = "", kept: Sequence[str] = ()
+) -> Any:
     """Starts the controller, which first queues what operators asked an earlier one for; returns
-    its actor handle."""
+    its actor handle. For `run_id` and `kept` see `pods.attempts.Pods`."""
     actor = ray.remote(num_cpus=0, max_concurrency=_MAX_CONCURRENCY)(RolloutController)
     named = actor.options(name=_name(config), namespace=NAMESPACE)
-    handle = named.remote(config, store, gateway_url)
+    handle = named.remote(config, store, gateway_url, run_id, list(kept))
     handle.submit.remote(store.unfinished.remote())
     return handle
 
@@ -80,14 +84,34 @@ class RolloutController:
         RecipeError: the configured harness recipe cannot be used.
     """
 
-    def __init__(self, config: RunConfig, store: Any, gateway_url: str) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Any,
+        gateway_url: str,
+        run_id: str = "",
+        kept: Sequence[str] = (),
+    ) -> None:
         self._config = config
         self._store = store
         self._gateway_url = gateway_url.rstrip("/")
         self._recipe = harness.load(config.harness.recipe, config.harness.args, config.harness.env)
         self._life = Lifecycle(config.rollout.concurrency, config.rollout.retries)
         self._options = {"num_cpus": config.rollout.cpus, "scheduling_strategy": "SPREAD"}
+        self._pods: Pods | None = None
+        if config.rollout.launcher != "local":
+            self._pods = Pods(
+                config,
+                store,
+                self._recipe,
+                self._gateway_url,
+                MODEL_NAME,
+                run_id,
+                list(kept),
+                self._wait,
+            )
         self._work: set[asyncio.Task[None]] = set()
+        self._driven: dict[str, asyncio.Task[None]] = {}  # by attempt id
         self._refs: dict[str, Any] = {}  # attempt id -> the Ray task that works on it
         self._stopped: set[str] = set()  # attempts that were cancelled and have not ended yet
         self._ready: list[FinishedRollout] = []
@@ -104,10 +128,12 @@ class RolloutController:
         """
         if self._closed:
             raise ControllerStopped("the run is ending and takes no more rollouts")
+        if self._pods:
+            self._pods.start()
         known = await self._store.create_rollouts.remote(specs)
         for spec in specs:
             rollout = known[spec.rollout_id]
-            if rollout.same and not rollout.over:
+            if rollout.same and not rollout.over and not self._adopt(spec, rollout):
                 self._life.submit(spec, time.time(), rollout.attempts)
         self._start_more()
         return [rollout_id for rollout_id, rollout in known.items() if not rollout.same]
@@ -127,18 +153,19 @@ class RolloutController:
         return taken
 
     async def status(self) -> ControllerStatus:
-        return self._life.status()
+        trouble = self._pods.trouble if self._pods else ""
+        return replace(self._life.status(), trouble=trouble)
 
     async def cancel(self, rollout_ids: list[str]) -> list[str]:
         """Ends rollouts that are not over and waits until their harnesses are dead; returns which
         they were."""
         live = set(self._life.live)
         attempts = self._life.cancel(rollout_ids, time.time())
-        working = [self._refs[attempt] for attempt in attempts if attempt in self._refs]
+        working = [self._driven[attempt] for attempt in attempts if attempt in self._driven]
         self._stop(attempts)
         await self._publish()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*working, return_exceptions=True), _SHUTDOWN_S)
+        if working:
+            await asyncio.wait(working, timeout=_SHUTDOWN_S)
         return [rollout_id for rollout_id in rollout_ids if rollout_id in live]
 
     async def shutdown(self) -> None:
@@ -150,6 +177,8 @@ class RolloutController:
             _, late = await asyncio.wait(self._work, timeout=_SHUTDOWN_S)
             for task in late:
                 task.cancel()
+        if self._pods:
+            await self._pods.stop()
 
     # -- one attempt ----------------------------------------------------------------------------
 
@@ -157,9 +186,24 @@ class RolloutController:
         if self._closed:
             return
         for attempt in self._life.start(time.time()):
-            task = asyncio.create_task(self._drive(attempt))
-            self._work.add(task)
-            task.add_done_callback(self._done)
+            self._begin(attempt)
+
+    def _begin(self, attempt: Attempt, *, resumed: bool = False) -> None:
+        task = asyncio.create_task(self._drive(attempt, resumed))
+        self._driven[attempt.attempt_id] = task
+        self._work.add(task)
+        task.add_done_callback(self._done)
+        task.add_done_callback(lambda _: self._driven.pop(attempt.attempt_id, None))
+
+    def _adopt(self, spec: RolloutSpec, known: Known) -> bool:
+        """Goes on with the attempt of an earlier life whose Job runs on, if there is one."""
+        if self._pods is None or known.open is None:
+            return False
+        if not self._pods.can_resume(f"{spec.rollout_id}-a{known.open}"):
+            return False
+        if attempt := self._life.adopt(spec, known.open, time.time()):
+            self._begin(attempt, resumed=True)
+        return True
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._work.discard(task)
@@ -167,15 +211,18 @@ class RolloutController:
             self._failure = error
             self._news.set()
 
-    async def _drive(self, attempt: Attempt) -> None:
+    async def _drive(self, attempt: Attempt, resumed: bool) -> None:
         """One attempt from its key to its reward."""
         attempt_id = attempt.attempt_id
-        key = secrets.token_urlsafe(32)
-        key_hash = hashlib.sha256(key.encode()).hexdigest()
-        await self._store.start_attempt.remote(
-            attempt_id, attempt.spec.rollout_id, attempt.number, key_hash, time.time()
-        )
-        ended = await self._run(attempt, key)
+        if resumed and self._pods:
+            ended = await self._pods.resume(attempt)
+        else:
+            key = secrets.token_urlsafe(32)
+            key_hash = hashlib.sha256(key.encode()).hexdigest()
+            await self._store.start_attempt.remote(
+                attempt_id, attempt.spec.rollout_id, attempt.number, key_hash, time.time()
+            )
+            ended = await self._run(attempt, key)
         summary = await self._store.end_attempt.remote(
             attempt_id, ended.outcome, ended.detail, time.time()
         )
@@ -199,6 +246,8 @@ class RolloutController:
         config = self._config
         if attempt.attempt_id in self._stopped:
             return AttemptResult(Outcome.CANCELLED, "cancelled")
+        if pods := self._pods_of(attempt):
+            return await pods.run(attempt, key)
         request = AttemptRequest(
             attempt_id=attempt.attempt_id,
             task=attempt.spec.task,
@@ -250,12 +299,22 @@ class RolloutController:
             log=self._config.run_dir / "rollouts" / attempt_id / "grader.log",
         )
         try:
+            pods = self._pods_of(attempt)
+            if pods and self._config.kubernetes.grade == "job":
+                return await pods.grade(attempt, request)
             verdict: Reward | GraderFault = await self._wait(
                 attempt, _grade.options(**self._options).remote(request)
             )
             return verdict
         except RayError as error:
             return GraderFault(f"the grader's Ray task failed: {_last_line(error)}")
+
+    def _pods_of(self, attempt: Attempt) -> Pods | None:
+        """What runs the attempt's Jobs; None if it runs on a node of Ray."""
+        launcher = self._config.rollout.launcher
+        if launcher == "task":
+            launcher = attempt.spec.task.fields.get("launcher", "local")
+        return self._pods if launcher == "kubernetes" else None
 
     def _ask_outside(
         self, attempt: Attempt, outcome: Outcome, result: Json | None, key: str
@@ -287,6 +346,8 @@ class RolloutController:
     def _stop(self, attempt_ids: Iterable[str]) -> None:
         for attempt_id in attempt_ids:
             self._stopped.add(attempt_id)
+            if self._pods:
+                self._pods.cancel(attempt_id)
             if attempt_id in self._refs:
                 task = asyncio.create_task(self._insist(attempt_id))
                 self._work.add(task)

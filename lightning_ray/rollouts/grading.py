@@ -5,6 +5,10 @@ harness is dead: a JSON object comes in on stdin, the reward goes out on stdout 
 A function is such a command too: this module, started with the function's name. Rewards may also be
 posted from outside; the controller waits for those.
 
+A grader whose code under test shall run elsewhere (in a pod of the task's image, say) comes in two
+more pieces beside it in its module: `plan(task, result)` says what to run on which files, and
+`judge(task, result, episode, order, report)` makes a reward of what came of it. Both run here.
+
 Invariants: no valid reward, for whatever reason (missing, not a number, NaN, two of them, too
 late), is a `GraderFault` with the reason, never a reward of 0; a grader that passes its time limit
 is dead afterwards, with everything it started.
@@ -58,13 +62,77 @@ class GradeRequest:
     log: Path
 
 
+@dataclass(frozen=True)
+class RoomOrder:
+    """A command on a clean tree (`files`: path to text), somewhere safe. In `argv` and `env`,
+    {python} is an interpreter and {fd} one end of a socket, from which the command reads `say` and
+    to which it answers; of that, and of its output, `most_bytes` are kept."""
+
+    files: dict[str, str]
+    argv: list[str]
+    env: dict[str, str]
+    say: str
+    timeout_s: float
+    most_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class RoomReport:
+    """What came of an order: the exit status (None: it was still running at its time limit, or had
+    to be killed), what it said on the socket, the end of its output."""
+
+    status: int | None
+    said: str
+    tail: str
+
+
 def grade(request: GradeRequest) -> Reward | GraderFault:
     """Runs the grader and reads its reward."""
+    return _reward(_ask(request, "grade"))
+
+
+def plan(request: GradeRequest) -> RoomOrder | GraderFault | None:
+    """What the grader wants to have run; None if nothing needs to be."""
+    answer = _ask(request, "plan")
+    if isinstance(answer, GraderFault):
+        return answer
+    tree = json.loads(answer)
+    return RoomOrder(**tree) if tree else None
+
+
+def judge(
+    request: GradeRequest, order: RoomOrder | None, report: RoomReport | None
+) -> Reward | GraderFault:
+    """The reward, after `order` was carried out."""
+    told = {"order": order and asdict(order), "report": report and asdict(report)}
+    return _reward(_ask(request, "judge", told))
+
+
+def has_room(grader: str | None) -> bool:
+    """True if the grader has the pieces for a room of its own."""
+    if grader is None:
+        return False
+    module = pkgutil.resolve_name(grader.partition(":")[0])
+    return hasattr(module, "plan") and hasattr(module, "judge")
+
+
+def _reward(answer: str | GraderFault) -> Reward | GraderFault:
+    if isinstance(answer, GraderFault):
+        return answer
+    try:
+        return parse_reward(answer)
+    except ValueError as error:
+        return GraderFault(f"the grader gave no valid reward: {error}")
+
+
+def _ask(request: GradeRequest, step: str, more: Json | None = None) -> str | GraderFault:
+    """What the grader's process printed."""
     argv = request.grader
     if isinstance(argv, str):
-        argv = [sys.executable, "-m", __name__, argv]
+        argv = [sys.executable, "-m", __name__, argv, step]
     episode = asdict(request.episode)
     question = {"task": asdict(request.task), "result": request.result, "episode": episode}
+    question |= more or {}
     with tempfile.TemporaryDirectory(prefix="lr-grade-") as folder:
         answer = Path(folder) / "reward.json"
         report = process.run(
@@ -81,10 +149,7 @@ def grade(request: GradeRequest) -> Reward | GraderFault:
         )
         if report.ended_by is not EndedBy.EXIT or report.status != 0:
             return GraderFault(f"the grader failed, {report.describe()} (see {request.log})")
-        try:
-            return parse_reward(answer.read_text())
-        except ValueError as error:
-            return GraderFault(f"the grader gave no valid reward: {error}")
+        return answer.read_text()
 
 
 def parse_reward(text: str) -> Reward:
@@ -119,24 +184,31 @@ def _no_key_twice(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _main(name: str) -> None:
-    """Answers one question with the function `name`. What the function prints goes to the log."""
+def _main(name: str, step: str) -> None:
+    """Answers one question with the function `name`, or with a piece of its module. What the
+    function prints goes to the log."""
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     question = json.load(sys.stdin)
-    episode = question["episode"]
-    reward = pkgutil.resolve_name(name)(
-        Task(**question["task"]),
-        question["result"],
-        Episode(
-            **episode | {"outcome": Outcome(episode["outcome"]), "texts": tuple(episode["texts"])}
-        ),
-    )
-    if not isinstance(reward, Reward):
-        raise TypeError(f"{name} must return a lightning_ray.records.Reward, got {reward!r}")
-    json.dump(asdict(reward), reply)
+    module, _, function = name.partition(":")
+    called = f"{module}:{function if step == 'grade' else step}"
+    task, told = Task(**question["task"]), question["episode"]
+    episode = Episode(**told | {"outcome": Outcome(told["outcome"]), "texts": tuple(told["texts"])})
+    arguments: list[Any] = [task, question["result"]]
+    if step == "judge":
+        order, report = question["order"], question["report"]
+        arguments += [episode, order and RoomOrder(**order), report and RoomReport(**report)]
+    elif step == "grade":
+        arguments += [episode]
+    answer = pkgutil.resolve_name(called)(*arguments)
+    if step == "plan":
+        if not isinstance(answer, RoomOrder | None):
+            raise TypeError(f"{called} must return a RoomOrder or None, got {answer!r}")
+    elif not isinstance(answer, Reward):
+        raise TypeError(f"{called} must return a lightning_ray.records.Reward, got {answer!r}")
+    json.dump(answer and asdict(answer), reply)
     reply.close()
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(*sys.argv[1:])

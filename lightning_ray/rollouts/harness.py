@@ -31,7 +31,7 @@ _BUILT_IN = Path(__file__).parent / "recipes"
 # unchanged.
 _PLACEHOLDER = re.compile(r"\{\{([a-z_]+)\}\}|\{([a-z_]+)\}")
 _KEY = "api_key"
-_PACKAGE_FILE = "pkg:"  # pkg:some.package/dir/file names a file inside an installed Python package
+PACKAGE_FILE = "pkg:"  # pkg:some.package/dir/file names a file inside an installed Python package
 
 
 class RecipeError(ConfigError):
@@ -242,7 +242,7 @@ def readable(recipe: Recipe, venv: Path | None, path: str) -> list[Path]:
             of_venv = Path(text).parent.parent
             is_venv = (of_venv / "pyvenv.cfg").exists()
             found += [of_venv, _interpreter(of_venv)] if is_venv else [Path(text)]
-        elif text.startswith(_PACKAGE_FILE):
+        elif text.startswith(PACKAGE_FILE):
             found.append(Path(_package_file(text)))
     programs = [shutil.which(name, path=path) for name in (recipe.command[0], "node")]
     return [*found, *(Path(program) for program in programs if program)]
@@ -260,12 +260,12 @@ def fill(text: str, values: Values) -> str:
 
 
 def _argument(text: str, values: Values) -> str:
-    return _package_file(text) if text.startswith(_PACKAGE_FILE) else fill(text, values)
+    return _package_file(text) if text.startswith(PACKAGE_FILE) else fill(text, values)
 
 
 @functools.cache
 def _package_file(text: str) -> str:
-    package, _, inner = text.removeprefix(_PACKAGE_FILE).partition("/")
+    package, _, inner = text.removeprefix(PACKAGE_FILE).partition("/")
     try:
         path = Path(str(importlib.resources.files(package).joinpath(inner)))
     except ModuleNotFoundError as error:

@@ -54,7 +54,8 @@ class Attempt:
 class ControllerStatus:
     """How many rollouts stand where. `finished` have a reward, `failed` were lost to
     infrastructure; `outcomes` counts the ends of attempts, also of those that were tried again;
-    `groups` are those with an attempt that runs."""
+    `groups` are those with an attempt that runs; `trouble` is what a person must know of who runs
+    them."""
 
     queued: int
     running: int
@@ -64,6 +65,7 @@ class ControllerStatus:
     cancelled: int
     outcomes: dict[Outcome, int]
     groups: frozenset[str] = frozenset()
+    trouble: str = ""
 
 
 @dataclass
@@ -137,15 +139,25 @@ class Lifecycle:
             queue = next(filter(None, self._queues.values()), None)
             if queue is None:
                 break
-            rollout = self._live[queue.popleft()]
-            number = rollout.attempts
-            rollout.attempt_id = f"{rollout.spec.rollout_id}-a{number}"
-            rollout.attempts += 1
-            rollout.enter(RolloutState.RUNNING, now)
-            self._attempts[rollout.attempt_id] = rollout.spec.rollout_id
-            self._running.add(rollout.attempt_id)
-            started.append(Attempt(rollout.attempt_id, number, rollout.spec))
+            started.append(self._start(self._live[queue.popleft()], now))
         return started
+
+    def _start(self, rollout: _Rollout, now: float) -> Attempt:
+        number = rollout.attempts
+        rollout.attempt_id = f"{rollout.spec.rollout_id}-a{number}"
+        rollout.attempts += 1
+        rollout.enter(RolloutState.RUNNING, now)
+        self._attempts[rollout.attempt_id] = rollout.spec.rollout_id
+        self._running.add(rollout.attempt_id)
+        return Attempt(rollout.attempt_id, number, rollout.spec)
+
+    def adopt(self, spec: RolloutSpec, number: int, now: float) -> Attempt | None:
+        """An attempt that an earlier life of the run began, and that runs on; None if the rollout
+        is known already."""
+        if not self.submit(spec, now, number):
+            return None
+        self._queues[spec.split].remove(spec.rollout_id)
+        return self._start(self._live[spec.rollout_id], now)
 
     def attempt_ended(self, attempt_id: str, outcome: Outcome, detail: str, now: float) -> Next:
         """The attempt's process is gone, for good."""

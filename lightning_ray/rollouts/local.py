@@ -88,8 +88,8 @@ class AttemptResult:
     cpu_seconds: float = 0.0
 
 
-class _FamilyError(Exception):
-    """A function of the task family failed."""
+class FamilyError(Exception):
+    """A function of the task family failed; the message says which, and for which task."""
 
 
 def run_attempt(request: AttemptRequest) -> AttemptResult:
@@ -102,7 +102,7 @@ def run_attempt(request: AttemptRequest) -> AttemptResult:
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
         return _run_in(box, request)
-    except (InstallError, RecipeError, PreloadError, SandboxError, _FamilyError) as error:
+    except (InstallError, RecipeError, PreloadError, SandboxError, FamilyError) as error:
         return AttemptResult(Outcome.LAUNCH_FAULT, str(error))
     finally:
         if request.keep_workspaces:
@@ -152,7 +152,7 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
         path.write_text(harness.fill(content, values))
     shared = Path(tempfile.gettempdir())
     if request.prepare:
-        _family("task.prepare", request.prepare, request.task, workspace)
+        call_family("task.prepare", request.prepare, request.task, workspace)
     report = process.run(
         argv,
         env=base | ({"TMPDIR": "/tmp"} if sandbox else {}) | env,
@@ -170,25 +170,29 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
     outcome, detail, result = classify(report), report.describe(), None
     if outcome.caused_by_policy and request.collect:
         try:
-            result = _family("task.collect", request.collect, request.task, workspace)
+            result = call_family("task.collect", request.collect, request.task, workspace)
             json.dumps(result)  # it goes to the grader as JSON
-        except (_FamilyError, TypeError, ValueError) as error:
+        except (FamilyError, TypeError, ValueError) as error:
             outcome, detail, result = Outcome.GRADER_FAULT, f"{error} (harness: {detail})", None
     return AttemptResult(
         outcome, detail, result, report.seconds, report.peak_rss_bytes, report.cpu_seconds
     )
 
 
-def _family(key: str, name: str, task: Task, workspace: Path) -> Json | None:
+def call_family(key: str, name: str, task: Task, workspace: Path) -> Json | None:
     """Calls a function of the task family, which is anybody's code: whatever it raises has one
-    meaning."""
+    meaning.
+
+    Raises:
+        FamilyError: the function raised something.
+    """
     try:
         with _time_limit(_FAMILY_S):
             result: Json | None = pkgutil.resolve_name(name)(task, workspace)
             return result
     except Exception as error:
         message = f"{key}={name} failed for task {task.task_id}: {type(error).__name__}: {error}"
-        raise _FamilyError(message) from error
+        raise FamilyError(message) from error
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from lightning_ray.records import FinishedRollout, Outcome, PolicyVersion, Rollo
 from lightning_ray.report.console import Console, View
 from lightning_ray.rollouts import harness, sandbox
 from lightning_ray.rollouts.lifecycle import ControllerStatus
+from lightning_ray.rollouts.pods import attempts as pods
 from lightning_ray.run import data, ending
 from lightning_ray.run.checkpoint import Checkpoints, State
 from lightning_ray.run.collection import Collection, Harvest, check_faults
@@ -59,6 +60,9 @@ class Run:
         harness.load(config.harness.recipe, config.harness.args, config.harness.env)
         if note := sandbox.check(sandbox.wanted(config)):
             console.print(f"sandbox: {note}")
+        if config.rollout.launcher != "local":
+            for note in pods.check(config, self._train[0]):
+                console.print(f"kubernetes: {note}")
         # Weights made by this process belong to a lineage of their own: after a rollback the same
         # step number names other weights than before.
         self._lineage = secrets.token_hex(3)

@@ -27,6 +27,7 @@ from lightning_ray.records import Call, FinishedRollout, PolicyVersion, RolloutS
 from lightning_ray.report.console import View
 from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.lifecycle import ControllerStatus
+from lightning_ray.rollouts.pods.attempts import attempts_in_pods, run_id
 from lightning_ray.run.waiting import RunError, Waiting
 from lightning_ray.samples import forest
 from lightning_ray.store import actor as store_actor
@@ -57,6 +58,7 @@ class Stack:
         self._say, self._trouble, self._torn = say, "", list[Path]()
         self._wait = Waiting(config.run.wait_timeout_s, say, self._look_at_store)
         self.pointer = run_dir / "policy.json"
+        self._pods_trouble, self._run_id, self._kept = "", "", list[str]()
         self.store: Any = None
         self.engines: list[Any] = []
         self._controller: Any = None
@@ -72,7 +74,10 @@ class Stack:
             CorruptSegment: see there.
         """
         self.store = store_actor.start(self._run_dir / "store")
-        self._wait.get(self.store.end_orphans.remote(time.time()), "opening the store")
+        self._run_id = run_id(self._wait.get(self.store.operator_key.remote(), "its key"))
+        self._kept = self._still_running()
+        orphans = self.store.end_orphans.remote(time.time(), self._kept)
+        self._wait.get(orphans, "opening the store")
         # A killed run may have closed it.
         self._wait.get(self.store.open_gate.remote(), "opening the gate")
         self._look_at_store()
@@ -106,7 +111,16 @@ class Stack:
         url = deploy.start(self.config, self._model_dir, self.engines, self.store)
         for one in ready:
             self._wait.get(one, "starting the engines")
-        self._controller = controller.start(self.config, self.store, url)
+        self._controller = controller.start(self.config, self.store, url, self._run_id, self._kept)
+
+    def _still_running(self) -> list[str]:
+        """Attempts that run on in pods, since an earlier life of the run."""
+        if self.config.rollout.launcher == "local":
+            return []
+        kept = attempts_in_pods(self.config, self._run_id)
+        if kept:
+            self._say(f"{len(kept)} rollouts run on in pods since the run was stopped")
+        return kept
 
     def drain(self, within_s: float | None) -> tuple[list[Drained], ControllerStatus]:
         """Closes the gate and lets model calls in flight end; those that have not after `within_s`
@@ -164,6 +178,9 @@ class Stack:
                 self._results[finished.spec.rollout_id] = finished
         self._look_at_store()
         status: ControllerStatus = self._controlled("status")
+        if status.trouble and status.trouble != self._pods_trouble:
+            self._say(f"kubernetes: {status.trouble}")
+        self._pods_trouble = status.trouble
         return status
 
     @property

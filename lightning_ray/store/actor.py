@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lightning_ray.records import Call, FinishedRollout, Json, Outcome, Reward, RolloutSpec
 from lightning_ray.store.attempts import AttemptInfo, AttemptSummary, Known
 from lightning_ray.store.claims import Claims, Opening, Verdict
+from lightning_ray.store.depot import Depot, Refusal
 from lightning_ray.store.disk import FULL, disk_fault
 from lightning_ray.store.errors import StoreError, StoreLocked
 from lightning_ray.store.grouping import Grouped
@@ -83,6 +84,7 @@ class StoreActor:
             self._append_all, MOST_CALLS_PER_COMMIT
         )
         self._rewarded: dict[str, asyncio.Event] = {}
+        self._depot = Depot(self._directory / "depot")
         self._claims = Claims()
         self._updating = False
         self._held = 0  # operations that wait for room on the disk
@@ -204,8 +206,8 @@ class StoreActor:
         self._claims.ended(attempt_id)
         return await self._run(RolloutStore.end_attempt, attempt_id, outcome, detail, ended_at)
 
-    async def end_orphans(self, ended_at: float) -> int:
-        return await self._run(RolloutStore.end_orphans, ended_at)
+    async def end_orphans(self, ended_at: float, keep: list[str]) -> int:
+        return await self._run(RolloutStore.end_orphans, ended_at, keep)
 
     async def attempt(self, attempt_id: str) -> AttemptInfo | None:
         return await self._run(RolloutStore.attempt, attempt_id)
@@ -245,6 +247,34 @@ class StoreActor:
 
     async def texts(self, attempt_id: str) -> list[str]:
         return await self._run(RolloutStore.texts, attempt_id)
+
+    # -- files for and from pods: see `Depot` ---------------------------------------------------
+
+    async def open_room(self, room: str, key_hash: str, files: dict[str, bytes]) -> None:
+        await self._depots(self._depot.open, room, key_hash, files)
+
+    async def take_file(self, room: str, key: str, name: str, pod: str) -> bytes | Refusal:
+        return await self._depots(self._depot.take, room, key, name, pod)
+
+    async def opens_room(self, room: str, key: str) -> bool:
+        return await self._depots(self._depot.opens, room, key)
+
+    async def bring_result(self, room: str, key: str, content: bytes) -> Refusal | None:
+        return await self._depots(self._depot.bring, room, key, content)
+
+    async def room_result(self, room: str) -> bytes | None:
+        return await self._depots(self._depot.result, room)
+
+    async def room_file(self, room: str, name: str) -> bytes | None:
+        return await self._depots(self._depot.file, room, name)
+
+    async def close_room(self, room: str) -> None:
+        await self._depots(self._depot.close, room)
+
+    async def _depots(self, function: Callable[..., Any], *args: Any) -> Any:
+        # On threads of their own: megabytes of one pod must not hold up the calls of all others.
+        await self._opened()
+        return await asyncio.to_thread(function, *args)
 
     # -- the operator's side: see `Queries` -----------------------------------------------------
 

@@ -20,11 +20,13 @@ class AttemptInfo:
 
 @dataclass(frozen=True)
 class Known:
-    """How a rollout stands; `same` is False if the store has another one under its id."""
+    """How a rollout stands; `same` is False if the store has another one under its id; `open` is
+    the number of the attempt that has not ended, if there is one."""
 
     attempts: int
     over: bool
     same: bool
+    open: int | None = None
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ class Keys:
     def __init__(self, directory: Path) -> None:
         path = directory / "grader.key"
         if not path.exists():
-            _write_private(path, secrets.token_hex(32))
+            write_private(path, secrets.token_hex(32).encode())
         self._secret = bytes.fromhex(path.read_text())
-        _write_private(directory.parent / "operator.key", self.operator())
+        write_private(directory.parent / "operator.key", self.operator().encode())
 
     def grader(self, rollout_id: str) -> str:
         """Posts the reward of this rollout, and nothing else."""
@@ -35,12 +35,12 @@ class Keys:
         return hmac.new(self._secret, purpose.encode(), hashlib.sha256).hexdigest()
 
 
-def _write_private(path: Path, text: str) -> None:
+def write_private(path: Path, content: bytes) -> None:
     """Writes a file, whole, that only its owner may read."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

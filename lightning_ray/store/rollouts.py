@@ -118,14 +118,15 @@ class RolloutStore:
                 [(rollout_id, *spec, "queued") for rollout_id, spec in asked.items()],
             )
         rows = self._db.select(
-            "select rollout_id, attempts, finished is not null, group_id, split, task "
-            "from rollouts where rollout_id in (%s)",
+            "select rollout_id, attempts, finished is not null, (select max(number) from attempts "
+            "where attempts.rollout_id = rollouts.rollout_id and ended_at is null), group_id, "
+            "split, task from rollouts where rollout_id in (%s)",
             list(asked),
         )
         return {
             # The step may differ: a run that was killed may queue it again in an earlier one.
-            rollout_id: Known(attempts, bool(over), tuple(stored) == asked[rollout_id][:-1])
-            for rollout_id, attempts, over, *stored in rows
+            rollout_id: Known(attempts, bool(over), tuple(stored) == asked[rollout_id][:-1], opened)
+            for rollout_id, attempts, over, opened, *stored in rows
         }
 
     def start_attempt(
@@ -173,16 +174,19 @@ class RolloutStore:
         ).fetchone()
         return AttemptSummary(calls, sampled, fault[0] if fault else None)
 
-    def end_orphans(self, ended_at: float) -> int:
-        """Ends the attempts that a crashed run left open; returns how many."""
+    def end_orphans(self, ended_at: float, keep: Iterable[str] = ()) -> int:
+        """Ends the attempts that a crashed run left open, except `keep`, which run on; returns how
+        many."""
+        kept = json.dumps(list(keep))
         with self._db.write():
             ended = self._db.execute(
-                "update attempts set outcome = ?, detail = 'the run was stopped', "
-                "ended_at = ? where ended_at is null",
-                (Outcome.NODE_LOST, ended_at),
+                "update attempts set outcome = ?, detail = 'the run was stopped', ended_at = ? "
+                "where ended_at is null and attempt_id not in (select value from json_each(?))",
+                (Outcome.NODE_LOST, ended_at, kept),
             )
             self._db.execute(
-                "update rollouts set state = 'queued' where state in ('running', 'grading')"
+                "update rollouts set state = 'queued' where state in ('running', 'grading') "
+                "and rollout_id not in (select rollout_id from attempts where ended_at is null)"
             )
         self._live.clear()
         return ended.rowcount

@@ -33,11 +33,12 @@ from typing import Any
 
 from lightning_ray.records import Reward, Task
 from lightning_ray.rollouts import sandbox
-from lightning_ray.rollouts.grading import Episode
+from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
 from lightning_ray.tasks.swe.workspace import check_path, is_protected, write_files
 
 TIME_LIMIT_S = 20.0  # hundreds of times what the embedded tests take
 MAX_REPORT_BYTES = 1 << 20  # thousands of test ids
+RUNNER = Path(__file__).with_name("runner.py")
 LIMITS = {  # of the test process; a runaway must hit these before the machine notices
     "RLIMIT_CPU": 30,
     "RLIMIT_FSIZE": 16 << 20,
@@ -78,13 +79,59 @@ def grade(task: Task, result: dict[str, Any] | None, episode: Episode) -> Reward
     Raises:
         GradingError: the grader failed (no space, no process, ...).
     """
-    result = result or {}
+    files = (result or {}).get("files", {})
+    return _reward(task, result or {}, episode, run_hidden_tests(task, files))
+
+
+def plan(task: Task, result: dict[str, Any] | None) -> RoomOrder | None:
+    """The hidden tests as an order for a room of their own; None if there is nothing to test."""
+    files = (result or {}).get("files", {})
+    repository = merge(task.fields["files"], files, task.fields["hidden_tests"])
+    if repository is None:
+        return None
+    argv = ["{python}", "-I", "-S", "-B", "-c", RUNNER.read_text(), "{fd}"]
+    return RoomOrder(
+        files=repository,
+        argv=argv,
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+        say=json.dumps(_order(task)) + "\n",
+        timeout_s=TIME_LIMIT_S,
+        most_bytes=MAX_REPORT_BYTES,
+    )
+
+
+def judge(
+    task: Task,
+    result: dict[str, Any] | None,
+    episode: Episode,
+    order: RoomOrder | None,
+    report: RoomReport | None,
+) -> Reward:
+    """The reward, given what the room said.
+
+    Raises:
+        GradingError: the tests did not start.
+    """
+    if order is None or report is None:
+        return _reward(task, result or {}, episode, TestRun(Verdict.FAILED))
+    lines = [*report.said.encode().split(b"\n"), b"", b""]
+    if lines[0] != b"ready":
+        said = report.tail.splitlines() or ["no message"]
+        raise GradingError(f"task {task.task_id}: the test process did not start: {said[-1]}")
+    told = json.loads(order.say)
+    run = TestRun(Verdict.TIMEOUT)
+    if report.status is not None:
+        whole = lines[1] if len(lines) > 4 else b""  # a line that came to its end
+        run = weigh(whole, report.status, told["nonce"], told["canaries"], _expected(task))
+    return _reward(task, result or {}, episode, run)
+
+
+def _reward(task: Task, result: dict[str, Any], episode: Episode, run: TestRun) -> Reward:
     files: dict[str, str | None] = result.get("files", {})
     content = files.get(task.fields.get("expected_file", ""))
     word = task.fields.get("expected_word")
     command = any(found.strip() for text in episode.texts for found in COMMAND.findall(text))
     contains = content is not None and word is not None and word in content
-    run = run_hidden_tests(task, files)
     expected = len(_expected(task))
     solved = run.verdict is Verdict.PASSED
     parts = [(1.0, solved), (0.6, contains), (0.4, content is not None), (0.1, command)]
@@ -142,22 +189,15 @@ def _expected(task: Task) -> frozenset[str]:
 
 def _run(task: Task, folder: str) -> TestRun:
     """Runs `runner` in `folder` and weighs what it reports."""
-    nonce = secrets.token_hex(16)
-    order = {
-        "nonce": nonce,
-        "limits": LIMITS,
-        "tests": task.fields["hidden_tests"],
-        "canaries": [f"test_{secrets.token_hex(4)}" for _ in range(3)],
-    }
+    order = _order(task)
     ours, theirs = socket.socketpair()
-    runner = Path(__file__).with_name("runner.py")
     python = [Path(sys.base_prefix), Path(sys.prefix)]
-    box = sandbox.prefix(Path(folder), [*python, runner])
+    box = sandbox.prefix(Path(folder), [*python, RUNNER])
     deadline = time.monotonic() + TIME_LIMIT_S
     with ours, tempfile.TemporaryFile() as errors:
         with theirs:
             process = subprocess.Popen(
-                [*box, sys.executable, "-I", "-S", "-B", str(runner), str(theirs.fileno())],
+                [*box, sys.executable, "-I", "-S", "-B", str(RUNNER), str(theirs.fileno())],
                 cwd=folder,
                 env=_environment(folder),
                 stdin=subprocess.DEVNULL,
@@ -177,7 +217,17 @@ def _run(task: Task, folder: str) -> TestRun:
             raise GradingError(f"task {task.task_id}: the test process did not start: {said[-1]}")
     if exit_code is None:
         return TestRun(Verdict.TIMEOUT)
-    return weigh(lines[1], exit_code, nonce, order["canaries"], _expected(task))
+    return weigh(lines[1], exit_code, order["nonce"], order["canaries"], _expected(task))
+
+
+def _order(task: Task) -> dict[str, Any]:
+    """What `runner` is told: names and a nonce that nobody can guess."""
+    return {
+        "nonce": secrets.token_hex(16),
+        "limits": LIMITS,
+        "tests": task.fields["hidden_tests"],
+        "canaries": [f"test_{secrets.token_hex(4)}" for _ in range(3)],
+    }
 
 
 def weigh(

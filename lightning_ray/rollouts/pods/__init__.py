@@ -1,0 +1,1 @@
+"""Rollouts as Kubernetes Jobs: one Job per attempt, and one per grading."""

@@ -1,0 +1,314 @@
+"""Attempts and gradings in pods, for the controller: what a node does in `local.py`, by Jobs.
+
+An attempt: the task family fills a workspace on a node of Ray; workspace and order go into a room
+of the store's depot; a Job is wished; what its pod sent back is read by the family, again on a
+node. A grading: the grader says what to run (`grading.plan`), a second Job of the same template runs it
+on a clean tree, and the grader says what came of it (`grading.judge`).
+
+Invariants: hidden tests are never in the agent's pod, and the agent's key opens none of their
+rooms; a pod that was lost while it graded is tried again, and is no verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray
+from kubernetes.client import ApiException
+from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+
+from lightning_ray.config import ConfigError, RunConfig
+from lightning_ray.records import Outcome, Reward, Task
+from lightning_ray.rollouts import grading
+from lightning_ray.rollouts.grading import GradeRequest, GraderFault, RoomReport
+from lightning_ray.rollouts.harness import Recipe, RecipeError
+from lightning_ray.rollouts.lifecycle import Attempt
+from lightning_ray.rollouts.local import AttemptResult
+from lightning_ray.rollouts.pods import manifest, staging
+from lightning_ray.rollouts.pods.api import OUTAGE, Api
+from lightning_ray.rollouts.pods.launcher import Launcher
+from lightning_ray.rollouts.pods.manifest import Room
+from lightning_ray.rollouts.pods.outcomes import End
+from lightning_ray.rollouts.pods.staging import PodLimits
+from lightning_ray.rollouts.pods.template import Names, TemplateFault
+
+# An attempt that an earlier life of the run began and that nobody asks for again.
+_UNCLAIMED_S = 600.0
+# A pod is dead a moment after its Job is deleted; a node that hangs is not waited for.
+_DYING_S = 30.0
+
+_pack = ray.remote(max_retries=2)(staging.pack)
+_outcome_of = ray.remote(max_retries=2)(staging.outcome_of)
+_plan = ray.remote(max_retries=2)(grading.plan)
+_judge = ray.remote(max_retries=2)(grading.judge)
+
+AGENT, GRADER = "agent", "grader"  # what a Job is for
+
+# Awaits a Ray task on behalf of an attempt, so that the attempt can be cancelled meanwhile.
+Wait = Callable[[Attempt, Any], Awaitable[Any]]
+
+
+def run_id(operator_key: str) -> str:
+    """Names a run in labels: the same in every life of its run directory."""
+    return hashlib.sha256(f"kubernetes:{operator_key}".encode()).hexdigest()[:16]
+
+
+def attempts_in_pods(config: RunConfig, run_id: str) -> list[str]:
+    """The attempts of this run whose Jobs are there.
+
+    Raises:
+        ConfigError: the API server does not answer.
+    """
+    try:
+        jobs, _ = Api(config.kubernetes).list("jobs", manifest.selector(run_id, AGENT))
+    except (ApiException, *OUTAGE) as error:
+        raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
+    there = [job["metadata"] for job in jobs if "deletionTimestamp" not in job["metadata"]]
+    return [metadata["annotations"][manifest.ROOM_ANNOTATION] for metadata in there]
+
+
+def check(config: RunConfig, task: Task) -> list[str]:
+    """Looks at the template, the cluster and the grader before anything is started; returns what a
+    person should know.
+
+    Raises:
+        ConfigError: something cannot work.
+    """
+    grader = config.task.grader
+    if config.kubernetes.grade == "job" and grader and not grading.has_room(grader):
+        raise ConfigError(
+            f"task.grader={config.task.grader} cannot grade in a pod: its module has no `plan` "
+            "and `judge`; write them (docs/kubernetes.md), or set kubernetes.grade=cluster"
+        )
+    launcher = Launcher(config, "check")
+    launcher.check(task)
+    where = f"rollouts are Jobs in the namespace {launcher.namespace}"
+    host = urlsplit(config.gateway.advertise or f"http://{config.gateway.host}").hostname or ""
+    if host in ("127.0.0.1", "localhost", "::1"):
+        return [where, f"pods reach the gateway at {host}? Set gateway.host and gateway.advertise"]
+    return [where]
+
+
+class Pods:
+    """Runs attempts in pods. `kept` are the attempts of an earlier life whose Jobs may still run.
+
+    Raises:
+        ConfigError: see `Launcher`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Any,
+        recipe: Recipe,
+        gateway_url: str,
+        model: str,
+        run_id: str,
+        kept: list[str],
+        wait: Wait,
+    ) -> None:
+        self._config, self._store, self._recipe = config, store, recipe
+        self._gateway_url, self._model, self._wait = gateway_url, model, wait
+        self._launcher = Launcher(config, run_id)
+        self._kept, self._adopted = kept, dict[str, asyncio.Task[End]]()
+        self._grading: dict[str, str] = {}  # attempt id -> the room in which it is graded
+        self._options = {"num_cpus": config.rollout.cpus, "scheduling_strategy": "SPREAD"}
+        self._late: asyncio.Task[None] | None = None
+        self._started = False
+
+    def start(self) -> None:
+        """Begins to follow the Jobs, once; those of `kept` are wished from the first moment."""
+        if self._started:
+            return
+        self._started = True
+        self._launcher.start()
+        for attempt_id in self._kept:
+            work = self._launcher.adopt(attempt_id)
+            self._adopted[attempt_id] = asyncio.ensure_future(work)
+        if self._kept:
+            self._late = asyncio.create_task(self._give_up_unclaimed())
+
+    async def run(self, attempt: Attempt, key: str) -> AttemptResult:
+        """One attempt from its workspace to its result."""
+        attempt_id, task = attempt.attempt_id, attempt.spec.task
+        try:
+            workspace = None
+            if self._config.task.prepare:
+                work = _pack.options(**self._options).remote(task, self._config.task.prepare)
+                workspace = await self._wait(attempt, work)
+            names = self._names(attempt)
+            rendered = self._launcher.rendered(task, names)
+            order = staging.harness_order(
+                self._recipe,
+                staging.pod_values(
+                    url=names.gateway_url,
+                    model=self._model,
+                    task=task,
+                    attempt_id=attempt_id,
+                    context_tokens=self._config.model.max_model_len,
+                    venv=self._config.kubernetes.harness_venv,
+                    recipe=self._recipe,
+                ),
+                manifest.command_of(rendered),
+                manifest.workdir_of(rendered),
+                workspace is not None,
+                self._limits(self._config.rollout.timeout_s),
+            )
+            files = {"order": order} | ({staging.WORKSPACE: workspace} if workspace else {})
+            await self._open(attempt_id, key, files)
+            room = Room(attempt_id, names.gateway_url, key, AGENT)
+            end = await self._launcher.run(task, room, names)
+            return await self._ended(attempt, end)
+        except (TemplateFault, RecipeError) as error:
+            return AttemptResult(Outcome.LAUNCH_FAULT, str(error))
+        except TaskCancelledError:
+            return AttemptResult(Outcome.CANCELLED, "cancelled")
+        except RayTaskError as error:
+            return AttemptResult(Outcome.LAUNCH_FAULT, str(error.cause).strip().splitlines()[-1])
+        except RayError as error:
+            return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {error}")
+        finally:
+            await self._close(attempt_id)
+
+    async def resume(self, attempt: Attempt) -> AttemptResult:
+        """Waits for the end of an attempt that an earlier life began."""
+        attempt_id = attempt.attempt_id
+        before = len(await self._store.texts.remote(attempt_id))
+        try:
+            result = await self._ended(attempt, await self._adopted.pop(attempt_id))
+        except RayError as error:
+            result = AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {error}")
+        finally:
+            await self._close(attempt_id)
+        calls = len(await self._store.texts.remote(attempt_id))
+        if result.outcome.caused_by_policy and calls == before:
+            # It may have ended because the gateway was away, however it puts that.
+            detail = f"no model call since the run was started again; {result.detail}"
+            return replace(result, outcome=Outcome.NODE_LOST, detail=detail)
+        return result
+
+    def can_resume(self, attempt_id: str) -> bool:
+        return attempt_id in self._adopted
+
+    async def grade(self, attempt: Attempt, request: GradeRequest) -> Reward | GraderFault:
+        """The reward, by hidden tests in a second pod.
+
+        Raises:
+            RayError: a node was lost.
+        """
+        plan = _plan.options(**self._options).remote(request)
+        order = await self._wait(attempt, plan)
+        if isinstance(order, GraderFault):
+            return order
+        report: RoomReport | None = None
+        if order is not None:
+            answer = await self._carry_out(attempt, order)
+            if isinstance(answer, GraderFault):
+                return answer
+            report = answer
+        judge = _judge.options(**self._options).remote(request, order, report)
+        verdict: Reward | GraderFault = await self._wait(attempt, judge)
+        return verdict
+
+    def cancel(self, attempt_id: str) -> None:
+        """Ends the attempt's Jobs."""
+        self._launcher.cancel(attempt_id)
+        if room := self._grading.get(attempt_id):
+            self._launcher.cancel(room)
+
+    async def stop(self) -> None:
+        if self._late:
+            self._late.cancel()
+        await self._launcher.stop()
+
+    @property
+    def trouble(self) -> str:
+        """What a person must know; empty if all is well."""
+        return self._launcher.trouble
+
+    # -------------------------------------------------------------------------------------------
+
+    async def _carry_out(
+        self, attempt: Attempt, order: grading.RoomOrder
+    ) -> RoomReport | GraderFault:
+        fault = ""
+        files = staging.room_files(order)
+        for number in range(self._config.rollout.retries + 1):
+            room = f"{attempt.attempt_id}.g{number}"
+            key = secrets.token_urlsafe(32)
+            self._grading[attempt.attempt_id] = room
+            try:
+                await self._open(room, key, files)
+                names = self._names(attempt, room)
+                wanted = Room(room, names.gateway_url, key, GRADER)
+                end = await self._launcher.run(attempt.spec.task, wanted, names)
+                result = await self._store.room_result.remote(room)
+            finally:
+                del self._grading[attempt.attempt_id]
+                await self._close(room)
+            if end.outcome is Outcome.CANCELLED:
+                return GraderFault("cancelled")
+            if end.outcome is Outcome.OUT_OF_MEMORY:
+                return RoomReport(None, "", end.detail)
+            if result is not None:
+                return staging.room_report(result)
+            fault = f"the pod that graded: {end.outcome}, {end.detail}"
+        return GraderFault(fault)
+
+    async def _ended(self, attempt: Attempt, end: End) -> AttemptResult:
+        """The result of an attempt whose pod has ended: its log is kept, its workspace read."""
+        config, attempt_id = self._config, attempt.attempt_id
+        log = await self._launcher.log(attempt_id, config.rollout.output_mib << 20)
+        if log is not None:
+            folder = config.run_dir / "rollouts" / attempt_id
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (folder / "harness.log").write_bytes(log)
+        outcome, detail, read = end.outcome, end.detail, None
+        sent = await self._store.room_result.remote(attempt_id)
+        if outcome.caused_by_policy and config.task.collect and sent is not None:
+            workspace = await self._store.room_file.remote(attempt_id, staging.WORKSPACE)
+            work = _outcome_of.options(**self._options)
+            try:
+                ref = work.remote(attempt.spec.task, workspace, sent, config.task.collect)
+                read = await self._wait(attempt, ref)
+            except RayTaskError as error:
+                said = str(error.cause).strip().splitlines()[-1]
+                outcome, detail = Outcome.GRADER_FAULT, f"{said} (harness: {detail})"
+        return AttemptResult(outcome, detail, read)
+
+    async def _open(self, room: str, key: str, files: dict[str, bytes]) -> None:
+        key_hash = hashlib.sha256(key.encode()).hexdigest()
+        await self._store.open_room.remote(room, key_hash, files)
+
+    async def _close(self, room: str) -> None:
+        self._launcher.release(room)
+        await self._launcher.gone(room, _DYING_S)
+        await self._store.close_room.remote(room)
+
+    def _names(self, attempt: Attempt, room: str = "") -> Names:
+        spec = attempt.spec
+        return Names(
+            attempt=attempt.attempt_id,
+            rollout=spec.rollout_id,
+            group=spec.group_id,
+            split=spec.split,
+            gateway_url=f"{self._gateway_url}/rollout/{room or attempt.attempt_id}",
+        )
+
+    def _limits(self, timeout_s: float) -> PodLimits:
+        config = self._config
+        return PodLimits(
+            timeout_s, config.rollout.output_mib << 20, config.gateway.max_body_mib << 20
+        )
+
+    async def _give_up_unclaimed(self) -> None:
+        await asyncio.sleep(_UNCLAIMED_S)
+        for attempt_id in list(self._adopted):
+            self._adopted.pop(attempt_id).cancel()
+            await self._close(attempt_id)

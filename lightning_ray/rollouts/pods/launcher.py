@@ -1,0 +1,343 @@
+"""Runs attempts as Kubernetes Jobs: the reconciler's actions carried out, its news brought in.
+
+`run` wishes a Job and waits for its end; a thread follows the Jobs of this run and another their
+pods; a loop does what the reconciler says, in worker threads. All state that decides is in
+`Reconciler`; after a restart it comes back from the labels of what is there.
+
+Invariants: a Job lives until `release`, then it and its Secret are deleted; an API server that is
+away delays, and ends nothing; a Job that the server refuses for good ends with the server's words
+and the template's line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kubernetes.client import ApiException
+
+from lightning_ray.config import ConfigError, RunConfig
+from lightning_ray.records import Json, Outcome, Task
+from lightning_ray.rollouts.pods import manifest
+from lightning_ray.rollouts.pods.api import OUTAGE, Api, Follower
+from lightning_ray.rollouts.pods.manifest import Frame, Room
+from lightning_ray.rollouts.pods.outcomes import End, Patience
+from lightning_ray.rollouts.pods.reconcile import (
+    Action,
+    Create,
+    Delete,
+    Finish,
+    Kind,
+    Reconciler,
+)
+from lightning_ray.rollouts.pods.template import JobTemplate, Names, TemplateFault
+
+_WORKERS = 8  # requests to the API server at a time
+_TICK_S = 0.5  # between two looks at what only time changes
+_GRACE_S = 120.0  # for staging and sending back, on top of an attempt's time and its start
+_FOR_GOOD = frozenset(
+    {400, 403, 404, 405, 413, 415, 422}
+)  # statuses that another try will not change
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    job: Json
+    key: str
+    template: JobTemplate
+    end: asyncio.Future[End]
+
+
+class Launcher:
+    """The Jobs of one run. `run_id` is the same in every life of the run.
+
+    Raises:
+        ConfigError: no cluster, or a template that cannot be used.
+    """
+
+    def __init__(self, config: RunConfig, run_id: str) -> None:
+        settings, rollout = config.kubernetes, config.rollout
+        self._api = Api(settings)
+        self._template = JobTemplate(settings.template, settings.image)
+        self._selector = manifest.selector(run_id)
+        self.namespace = self._api.namespace
+        self._frame = Frame(
+            run_id=run_id,
+            owner=self._owner(),
+            cpus=rollout.cpus,
+            memory_mib=rollout.memory_mib,
+            disk_mib=rollout.disk_mib,
+            deadline_s=rollout.timeout_s + settings.start_timeout_s + _GRACE_S,
+            keep_s=settings.keep_s,
+        )
+        patience = Patience(settings.start_timeout_s, settings.fault_timeout_s)
+        self._reconciler = Reconciler(patience, settings.max_pods, settings.creates_per_s)
+        self._wanted: dict[str, _Wanted] = {}
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="kubernetes")
+        self._news = asyncio.Event()
+        self._away: dict[Kind, tuple[str, float]] = {}
+        self._followers: list[Follower] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listed: set[Kind] = set()
+
+    def start(self) -> None:
+        """Begins to follow what is there. Call it in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        kinds: tuple[Kind, ...] = ("jobs", "pods")
+        for kind in kinds:
+            self._followers.append(self._follow(kind))
+        self._spawn(self._reconcile())
+
+    async def present(self) -> list[str]:
+        """The rooms whose Jobs are there, of an earlier life of the run as well."""
+        while self._listed != {"jobs", "pods"}:
+            await asyncio.sleep(_TICK_S / 5)
+        annotated = (job["metadata"].get("annotations") or {} for job in self._reconciler.present)
+        return [room for found in annotated if (room := found.get(manifest.ROOM_ANNOTATION))]
+
+    def check(self, task: Task) -> None:
+        """Has the template filled for `task` and the API server look at it, without making
+        anything.
+
+        Raises:
+            TemplateFault: what is wrong, with the line of the template.
+            ConfigError: the API server does not answer, or forbids it.
+        """
+        room = Room("check", "http://gateway", "", "check")
+        try:
+            self._api.create_job(self._build(task, room, Names("a", "r", "g", "s", "u")), dry=True)
+        except ApiException as error:
+            raise _explain(error, self._template) from error
+        except OUTAGE as error:
+            raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
+
+    def rendered(self, task: Task, names: Names) -> Json:
+        """The template for a task, as the user wrote it."""
+        return self._template.render(task, names)
+
+    async def run(self, task: Task, room: Room, names: Names) -> End:
+        """Runs a Job to its end.
+
+        Raises:
+            TemplateFault: the template cannot be filled for this task.
+        """
+        job = self._build(task, room, names)
+        return await self._until_end(room.name, job, room.key, there=False)
+
+    async def adopt(self, room: str) -> End:
+        """Waits for the end of a Job that an earlier life of this run made."""
+        return await self._until_end(room, {}, "", there=True)
+
+    def cancel(self, room: str) -> None:
+        """Ends the Job of this room, if it runs: whoever waits for it is told."""
+        wanted = self._wanted.get(self._name(room))
+        if wanted and not wanted.end.done():
+            wanted.end.set_result(End(Outcome.CANCELLED, "cancelled"))
+
+    def release(self, room: str) -> None:
+        """Nobody needs the Job of this room any more: it is deleted, unless ended ones are kept."""
+        name = self._name(room)
+        wanted = self._wanted.pop(name, None)
+        ended = wanted and wanted.end.done() and not wanted.end.cancelled()
+        keep = ended and self._frame.keep_s is not None
+        if keep and wanted and wanted.end.result().outcome is not Outcome.CANCELLED:
+            self._reconciler.forget(name)
+        else:
+            self._reconciler.release(name)
+        self._news.set()
+
+    async def gone(self, room: str, within_s: float) -> None:
+        """Waits until nothing of a released room runs, `within_s` seconds at most."""
+        deadline = time.time() + within_s
+        while self._reconciler.runs(self._name(room)) and time.time() < deadline:
+            await asyncio.sleep(_TICK_S / 5)
+
+    async def log(self, room: str, most_bytes: int) -> bytes | None:
+        """What the pod wrote; None if nobody knows any more."""
+        pod = self._reconciler.pod_of(self._name(room))
+        if pod is None:
+            return None
+        with contextlib.suppress(ApiException, *OUTAGE):
+            return await self._in_thread(lambda: self._api.log(pod, most_bytes))
+        return None
+
+    @property
+    def trouble(self) -> str:
+        """What a person must know: that the API server is away, or what pods wait for."""
+        for problem, since in self._away.values():
+            seconds = time.time() - since
+            return f"the API server has not answered for {seconds:.0f} s ({problem})"
+        return self._reconciler.trouble
+
+    async def stop(self) -> None:
+        """Deletes all Jobs of the run, as far as the API server lets us, and stops following."""
+        for name in list(self._wanted):
+            self._wanted.pop(name).end.cancel()
+            self._reconciler.release(name)
+        deadline = time.time() + _TICK_S * 20
+        while self._reconciler.present and not self._away and time.time() < deadline:
+            self._news.set()
+            await asyncio.sleep(_TICK_S / 5)
+        for follower in self._followers:
+            follower.stop()
+        for task in self._tasks:
+            task.cancel()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    # -------------------------------------------------------------------------------------------
+
+    def _build(self, task: Task, room: Room, names: Names) -> Json:
+        return manifest.build(self._template.render(task, names), room, self._frame)
+
+    def _name(self, room: str) -> str:
+        return manifest.job_name(self._frame.run_id, room)
+
+    async def _until_end(self, room: str, job: Json, key: str, *, there: bool) -> End:
+        name = self._name(room)
+        end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._wanted[name] = _Wanted(job, key, self._template, end)
+        self._reconciler.want(name, time.time(), there=there)
+        self._news.set()
+        return await end
+
+    async def _reconcile(self) -> None:
+        """Does what there is to do, whenever there is news and after each tick."""
+        last = 0.0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), _TICK_S)
+            self._news.clear()
+            now = time.time()
+            everything = now - last >= _TICK_S
+            last = now if everything else last
+            for action in self._reconciler.actions(now, everything=everything):
+                self._do(action)
+
+    def _do(self, action: Action) -> None:
+        wanted = self._wanted.get(action.name)
+        match action:
+            case Finish(_, end):
+                if wanted and not wanted.end.done():
+                    wanted.end.set_result(end)
+            case Delete(name, uid):
+                self._spawn(self._delete(name, uid))
+            case Create(name) if wanted:
+                self._spawn(self._create(name, wanted))
+
+    async def _create(self, name: str, wanted: _Wanted) -> None:
+        try:
+            job = await self._in_thread(lambda: self._make(wanted))
+            self._reconciler.created(name, job, time.time())
+        except ApiException as error:
+            # A quota is a matter of waiting, and no one's fault.
+            quota = error.status == 403 and "quota" in str(error.body)
+            for_good = error.status in _FOR_GOOD and not quota
+            problem = str(_explain(error, wanted.template))
+            self._reconciler.refused(name, problem, time.time(), for_good=for_good)
+        except OUTAGE as error:
+            self._reconciler.refused(name, f"API server: {error}", time.time(), for_good=False)
+        self._news.set()
+
+    def _make(self, wanted: _Wanted) -> Json:
+        """Makes the Job and then its Secret. Both may be there, if an answer was lost."""
+        metadata = wanted.job["metadata"]
+        try:
+            job = self._api.create_job(wanted.job)
+        except ApiException as error:
+            if error.status != 409:
+                raise
+            job = self._api.read_job(metadata["name"])
+            if (job["metadata"].get("labels") or {}).get(manifest.RUN_LABEL) != self._frame.run_id:
+                raise
+        self._api.create_secret(manifest.secret(wanted.job, job["metadata"]["uid"], wanted.key))
+        return job
+
+    async def _delete(self, name: str, uid: str) -> None:
+        pod = self._reconciler.pod_of(name)
+        try:
+            await self._in_thread(lambda: self._api.delete_job(name, uid))
+            if pod:  # at once: nothing in it has anything to save
+                await self._in_thread(lambda: self._api.delete_pod(pod))
+        except (ApiException, *OUTAGE):
+            await asyncio.sleep(_TICK_S)
+            self._reconciler.not_deleted(name)
+
+    async def _in_thread(self, function: Callable[[], _Result]) -> _Result:
+        assert self._loop is not None
+        return await self._loop.run_in_executor(self._workers, function)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _follow(self, kind: Kind) -> Follower:
+        def soon(function: Callable[..., None], *args: object) -> None:
+            assert self._loop is not None
+            with contextlib.suppress(RuntimeError):  # the loop is closed: we are ending
+                self._loop.call_soon_threadsafe(function, *args)
+
+        def listed(objects: list[Json], asked_at: float) -> None:
+            self._reconciler.listed(kind, objects, asked_at)
+            self._listed.add(kind)
+            self._news.set()
+
+        def event(type: str, thing: Json) -> None:
+            self._reconciler.event(kind, type, thing)
+            self._news.set()
+
+        def away(problem: str) -> None:
+            if problem:
+                since = self._away.get(kind, ("", time.time()))[1]
+                self._away[kind] = problem, since
+            else:
+                self._away.pop(kind, None)
+
+        follower = Follower(
+            self._api,
+            kind,
+            self._selector,
+            lambda objects, asked_at: soon(listed, objects, asked_at),
+            lambda type, thing: soon(event, type, thing),
+            lambda problem: soon(away, problem),
+        )
+        follower.start()
+        return follower
+
+    def _owner(self) -> Json | None:
+        """What our Jobs go with: whatever owns the pod we run in, a RayCluster say."""
+        if "KUBERNETES_SERVICE_HOST" not in os.environ:
+            return None
+        with contextlib.suppress(ApiException, *OUTAGE):
+            pod = self._api.read_pod(os.environ.get("HOSTNAME", ""))
+            for owner in pod["metadata"].get("ownerReferences") or []:
+                if owner.get("controller"):
+                    named = {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
+                    return {**named, "blockOwnerDeletion": False}
+        return None
+
+
+def _explain(error: ApiException, template: JobTemplate) -> ConfigError:
+    """The API server's refusal, with the template's line where it names a field."""
+    try:
+        told = json.loads(error.body or "")
+        causes = (told.get("details") or {}).get("causes") or []
+        message = told.get("message") or error.reason
+    except (ValueError, AttributeError):
+        causes, message = [], f"HTTP {error.status} {error.reason}"
+    for cause in causes:
+        if cause.get("field"):
+            return template.fault_at(cause["field"], f"{cause['field']}: {cause.get('message')}")
+    if error.status in (400, 422):
+        return TemplateFault(f"kubernetes: the API server refuses the Job: {message}")
+    return ConfigError(f"kubernetes: HTTP {error.status}: {message}")

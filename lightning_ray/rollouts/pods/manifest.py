@@ -1,0 +1,198 @@
+"""The Job of one attempt: what the user's template says, and what we add.
+
+We add the name, labels, owner, a deadline, one try (`backoffLimit: 0`), the command that fetches
+the order, the gateway's address, the key by way of a Secret, a volume at `entry.ROOT`, and, where
+the template says nothing, a security context that gives away as little as Kubernetes lets us: no
+root, no service account, no capabilities, seccomp, a read-only root.
+
+Invariants: the key is in the Secret alone; what the template says about security, resources and its
+other containers stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ray.records import Json
+from lightning_ray.rollouts.pods import entry
+
+RUN_LABEL, ROLE_LABEL = "lightning-ray/run", "lightning-ray/role"
+ROOM_ANNOTATION = "lightning-ray/room"
+_MANAGED = {"app.kubernetes.io/managed-by": "lightning-ray"}
+# Nobody's, on every distribution that has one: images seldom have a user of their own.
+_USER = 65534
+# A Job that no controller of ours deletes (its cluster is gone) goes by itself after so long.
+_TTL_S = 3600
+_NOT_PLAIN = re.compile(r"[^a-z0-9]+")
+_NAME_CHARS = 40  # of the attempt's id in a Job's name, which may have 63 and gets a suffix
+VENV_LINK = f"{entry.ROOT}/site-packages"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What all Jobs of a run have in common. Memory and disk in MiB; `keep_s` is how long an ended
+    Job stays (None: it is deleted at once)."""
+
+    run_id: str
+    owner: Json | None
+    cpus: float
+    memory_mib: int
+    disk_mib: int
+    deadline_s: float
+    keep_s: int | None
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a pod is told: where its files are, and the key that opens them."""
+
+    name: str
+    url: str
+    key: str
+    role: str
+
+
+def job_name(run_id: str, room: str) -> str:
+    """The same for the same attempt of the same run, in every life of the run."""
+    digest = hashlib.sha256(f"{run_id}/{room}".encode()).hexdigest()[:10]
+    return f"lr-{_NOT_PLAIN.sub('-', room.lower())[-_NAME_CHARS:].strip('-')}-{digest}"
+
+
+def selector(run_id: str, role: str | None = None) -> str:
+    """Of the Jobs and pods of a run."""
+    return f"{RUN_LABEL}={run_id}" + (f",{ROLE_LABEL}={role}" if role else "")
+
+
+def labels(frame: Frame, role: str) -> dict[str, str]:
+    return {**_MANAGED, RUN_LABEL: frame.run_id, ROLE_LABEL: role}
+
+
+def build(template: Json, room: Room, frame: Frame) -> Json:
+    """The Job. `template` is a rendered one."""
+    job = copy.deepcopy(template)
+    name = job_name(frame.run_id, room.name)
+    ours = labels(frame, room.role)
+    metadata = job.setdefault("metadata", {})
+    metadata["name"] = name
+    metadata["labels"] = {**metadata.get("labels", {}), **ours}
+    metadata["annotations"] = {**metadata.get("annotations", {}), ROOM_ANNOTATION: room.name}
+    metadata.pop("namespace", None)
+    metadata.pop("generateName", None)
+    if frame.owner:
+        metadata["ownerReferences"] = [frame.owner]
+    spec = job["spec"]
+    spec.update(
+        backoffLimit=0,
+        completions=1,
+        parallelism=1,
+        activeDeadlineSeconds=int(frame.deadline_s),
+        ttlSecondsAfterFinished=_TTL_S if frame.keep_s is None else frame.keep_s,
+    )
+    pod = spec["template"]
+    pod_metadata = pod.setdefault("metadata", {})
+    pod_metadata["labels"] = {**pod_metadata.get("labels", {}), **ours}
+    _fill_pod(pod["spec"], frame)
+    _fill_container(pod["spec"]["containers"][0], name, room, frame)
+    return job
+
+
+def _fill_pod(pod: Json, frame: Frame) -> None:
+    pod["restartPolicy"] = "Never"
+    pod.setdefault("automountServiceAccountToken", False)
+    pod.setdefault("enableServiceLinks", False)
+    _default(
+        pod.setdefault("securityContext", {}),
+        {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "runAsGroup": _USER,
+            "fsGroup": _USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    )
+    volume = {"name": "lightning", "emptyDir": {"sizeLimit": f"{frame.disk_mib}Mi"}}
+    pod["volumes"] = [*pod.get("volumes", []), volume]
+
+
+def _fill_container(container: Json, name: str, room: Room, frame: Frame) -> None:
+    container["command"] = ["python3", "-I", "-c", entry.BOOTSTRAP]
+    container.pop("args", None)
+    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    container["env"] = [
+        *container.get("env", []),
+        {"name": "LIGHTNING_RAY_URL", "value": room.url},
+        {
+            "name": "LIGHTNING_RAY_KEY",
+            "valueFrom": {"secretKeyRef": {"name": name, "key": "key"}},
+        },
+        {
+            "name": "LIGHTNING_RAY_POD",
+            "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}},
+        },
+    ]
+    container["volumeMounts"] = [
+        *container.get("volumeMounts", []),
+        {"name": "lightning", "mountPath": entry.ROOT},
+        {"name": "lightning", "mountPath": "/tmp", "subPath": "tmp"},
+    ]
+    _default(
+        container.setdefault("securityContext", {}),
+        {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+    )
+    memory = f"{frame.memory_mib}Mi"
+    container.setdefault(
+        "resources",
+        {
+            "requests": {"cpu": f"{max(1, int(frame.cpus * 1000))}m", "memory": memory},
+            "limits": {"memory": memory},
+        },
+    )
+
+
+def command_of(template: Json) -> list[str] | None:
+    """The command that the template gives its container, in place of the recipe's."""
+    container = template["spec"]["template"]["spec"]["containers"][0]
+    command = [*container.get("command", []), *container.get("args", [])]
+    return command or None
+
+
+def workdir_of(template: Json) -> str | None:
+    """Where the image has the repository, if the template says so."""
+    found: str | None = template["spec"]["template"]["spec"]["containers"][0].get("workingDir")
+    return found
+
+
+def secret(job: Json, uid: str, key: str) -> Json:
+    """The Secret of a Job, which goes with it."""
+    metadata = job["metadata"]
+    owner = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "name": metadata["name"],
+        "uid": uid,
+        "blockOwnerDeletion": False,
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {
+            "name": metadata["name"],
+            "labels": dict(metadata["labels"]),
+            "ownerReferences": [owner],
+        },
+        "stringData": {"key": key},
+    }
+
+
+def _default(context: dict[str, Any], ours: Mapping[str, Any]) -> None:
+    for key, value in ours.items():
+        context.setdefault(key, value)

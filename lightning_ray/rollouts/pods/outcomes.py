@@ -1,0 +1,183 @@
+"""How an attempt stands, from what Kubernetes says of its Job and its pod. Pure.
+
+Invariants: only what the harness did itself is an outcome that the policy caused; whatever a node,
+a registry, a scheduler or a person did is a fault of the infrastructure; a pod that cannot start
+says why in `waits`, from the first moment.
+
+Sources: the Kubernetes documentation on the pod lifecycle, on Jobs, and on node-pressure eviction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_ray.records import Json, Outcome
+
+# Names of `BOOTSTRAP`'s report (`entry.py`), as in `supervisor.EndedBy`.
+_ENDED_BY = {
+    "time": Outcome.TIMEOUT,
+    "memory": Outcome.OUT_OF_MEMORY,
+    "output": Outcome.OUTPUT_LIMIT,
+    "disk": Outcome.OUTPUT_LIMIT,
+    "signal": Outcome.HARNESS_ERROR,
+    "not_started": Outcome.LAUNCH_FAULT,
+}
+# Reasons of a waiting container that may pass by themselves: an image that is being pushed, a
+# registry that limits us, a Secret that comes a moment after its Job.
+_MAY_PASS = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "RegistryUnavailable",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "CrashLoopBackOff",
+    }
+)
+_NEVER_PASS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
+_KILLED = 128 + 9  # the exit code of a container that was sent SIGKILL
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended, as far as Kubernetes can tell."""
+
+    outcome: Outcome
+    detail: str
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How an attempt stands: it has ended, or runs, or `waits` for something; `patience_s` is how
+    long that may last."""
+
+    end: End | None = None
+    running: bool = False
+    waits: str = ""
+    patience_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds: for a pod to be scheduled and started; for a reason that may pass; for the Job to
+    say why its pod is gone."""
+
+    start_s: float
+    fault_s: float
+    settle_s: float = 5.0  # the Job's controller writes both within a second
+
+
+def standing(job: Json | None, pods: Sequence[Json], patience: Patience) -> Standing:
+    """How the attempt of `job` stands. `pods` are all that there have been, in the order in which
+    they came."""
+    if job is None:
+        return _ended(Outcome.NODE_LOST, "its Job was deleted")
+    pod = pods[0] if pods else None
+    if pod is not None and (end := _end_of_pod(pod)):
+        return Standing(end)
+    if len(pods) > 1:
+        # The second one gets no order: the harness would begin from the start.
+        return _ended(Outcome.NODE_LOST, "its pod was lost, and Kubernetes made another one")
+    failed = _condition(job, "Failed")
+    if failed and failed.get("reason") == "DeadlineExceeded":
+        if pod is not None and _containers(pod):
+            return _ended(Outcome.TIMEOUT, "ran past the deadline of its Job")
+        return _ended(Outcome.LAUNCH_FAULT, "its pod had not started by the deadline of its Job")
+    if failed:
+        reason = f"{failed.get('reason')}: {failed.get('message')}"
+        return _ended(Outcome.NODE_LOST, f"its Job failed, {reason}")
+    if _condition(job, "Complete"):
+        return _ended(Outcome.COMPLETED, "its Job is complete")
+    if pod is None:
+        waits = "its Job has no pod yet"
+        return Standing(waits=waits, patience_s=patience.start_s)
+    return _standing_of_pod(pod, patience)
+
+
+def _standing_of_pod(pod: Json, patience: Patience) -> Standing:
+    status = pod.get("status", {})
+    if pod["metadata"].get("deletionTimestamp"):
+        return Standing(waits="its pod is being deleted", patience_s=patience.settle_s)
+    for container in _containers(pod):
+        waiting = container.get("state", {}).get("waiting") or {}
+        reason = waiting.get("reason", "")
+        said = f"{reason}: {waiting.get('message', '')}".rstrip(": ")
+        if reason in _NEVER_PASS:
+            return _ended(Outcome.LAUNCH_FAULT, said)
+        if reason in _MAY_PASS:
+            return Standing(waits=said, patience_s=patience.fault_s)
+    if status.get("phase") == "Running":
+        return Standing(running=True)
+    if status.get("phase") == "Unknown":
+        return Standing(waits="its node does not answer", patience_s=patience.fault_s)
+    scheduled = _condition(pod, "PodScheduled", "False")
+    if scheduled:
+        waits = f"{scheduled.get('reason', 'Unschedulable')}: {scheduled.get('message', '')}"
+        return Standing(waits=waits, patience_s=patience.start_s)
+    return Standing(waits="its pod is starting", patience_s=patience.start_s)
+
+
+def _end_of_pod(pod: Json) -> End | None:
+    status = pod.get("status", {})
+    reason, message = status.get("reason", ""), status.get("message", "")
+    said = f"{reason}: {message}".rstrip(": ")
+    if reason == "Evicted":
+        # What the harness wrote beyond its own limit is its doing; a full node is not.
+        own = "exceeds the" in message or "exceeded its local ephemeral storage limit" in message
+        return End(Outcome.OUTPUT_LIMIT if own else Outcome.NODE_LOST, said)
+    if reason == "DeadlineExceeded":
+        return End(Outcome.TIMEOUT, said)
+    if reason:  # Preempting, NodeLost, Shutdown, UnexpectedAdmissionError, OutOfcpu, ...
+        return End(Outcome.NODE_LOST, said)
+    if target := _condition(pod, "DisruptionTarget"):
+        return End(Outcome.NODE_LOST, f"{target.get('reason')}: {target.get('message')}")
+    if status.get("phase") not in ("Succeeded", "Failed"):
+        return None
+    ended = [c["state"]["terminated"] for c in _containers(pod) if c["state"].get("terminated")]
+    if not ended:
+        return End(Outcome.NODE_LOST, "its pod failed before a container of it ran")
+    # Of several containers, the one that went wrong; the harness's is the first of the template.
+    return _end_of_container(next((c for c in ended if c.get("exitCode")), ended[0]))
+
+
+def _end_of_container(ended: Json) -> End:
+    code, reason = ended.get("exitCode", 0), ended.get("reason", "")
+    message = (ended.get("message") or "").strip()
+    if reason == "OOMKilled":
+        return End(Outcome.OUT_OF_MEMORY, "passed its memory limit (OOMKilled)")
+    if reason in ("StartError", "ContainerCannotRun"):
+        return End(Outcome.LAUNCH_FAULT, f"{reason}: {message}")
+    try:
+        facts = json.loads(message)
+        ended_by, seconds = facts["ended_by"], float(facts.get("seconds") or 0.0)
+    except (ValueError, TypeError, KeyError):
+        last = message.splitlines()[-1] if message else "no message"
+        if code == 0:
+            return End(Outcome.COMPLETED, "exit status 0")
+        if code == _KILLED:
+            return End(Outcome.NODE_LOST, f"killed from outside: {last}")
+        return End(Outcome.LAUNCH_FAULT, f"exit status {code} before it had its order: {last}")
+    error = str(facts.get("error") or "")
+    if ended_by == "exit":
+        outcome = Outcome.COMPLETED if facts.get("status") == 0 else Outcome.HARNESS_ERROR
+        said = f": {error}" if error else ""
+        return End(outcome, f"exit status {facts.get('status')} after {seconds:.1f} s{said}")
+    why = error or f"ended by {ended_by}"
+    return End(_ENDED_BY.get(ended_by, Outcome.LAUNCH_FAULT), f"{why} after {seconds:.1f} s")
+
+
+def _ended(outcome: Outcome, detail: str) -> Standing:
+    return Standing(End(outcome, detail))
+
+
+def _containers(pod: Json) -> list[Json]:
+    status = pod.get("status", {})
+    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+
+
+def _condition(thing: Json, kind: str, value: str = "True") -> Json | None:
+    conditions: list[Json] = thing.get("status", {}).get("conditions") or []
+    return next((c for c in conditions if c.get("type") == kind and c.get("status") == value), None)

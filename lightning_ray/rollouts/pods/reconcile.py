@@ -1,0 +1,280 @@
+"""Which Jobs to create and to delete, and which have ended: wishes against what is seen. Pure.
+
+`want` and `release` say what is wished; lists and watch events of Jobs and pods say what is there;
+`actions` says what is to be done about the difference. Whoever carries an action out reports with
+`created` or `refused`. Time is passed in, in seconds.
+
+Invariants, from any state and any order of events: a wished Job that is not there is created, at
+most `most` at a time and `per_second` a second; a Job of this run that nobody wishes is deleted; a
+Job that was there and is gone is an end, never created again; each wished Job ends once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from lightning_ray.records import Json, Outcome
+from lightning_ray.rollouts.pods.outcomes import End, Patience, standing
+
+Kind = Literal["jobs", "pods"]
+
+JOB_LABEL = "job-name"  # of every pod that belongs to a Job; old and new servers set it
+_AGAIN_S = 1.0  # a refused creation is tried again after so long, then twice as long, ...
+_MOST_AGAIN_S = 30.0  # ... and so long at most
+
+
+class Phase(StrEnum):
+    """Where a wished Job stands."""
+
+    WISHED = "wished"  # not created yet
+    CREATING = "creating"  # somebody is at it
+    THERE = "there"
+    ENDED = "ended"  # it counts no more, and goes as soon as it is released
+
+
+@dataclass(frozen=True)
+class Create:
+    name: str
+
+
+@dataclass(frozen=True)
+class Delete:
+    """`uid` makes sure that no namesake is meant."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    name: str
+    end: End
+
+
+Action = Create | Delete | Finish
+
+
+@dataclass
+class _Wish:
+    phase: Phase
+    since: float  # when the phase began, or what it waits for changed
+    waits: str = ""
+    tries: int = 0
+    not_before: float = 0.0
+
+
+@dataclass
+class _Seen:
+    """A Job's latest state, and those of its pods in the order in which they came, by uid. What is
+    older than `since` does not know of it."""
+
+    job: Json | None = None
+    pods: dict[str, Json] = field(default_factory=dict)
+    deleting: bool = False
+    since: float = 0.0
+
+
+class Reconciler:
+    """The Jobs of one run."""
+
+    def __init__(self, patience: Patience, most: int, per_second: float) -> None:
+        self._patience, self._most, self._per_second = patience, most, per_second
+        self._wishes: dict[str, _Wish] = {}
+        self._waiting: dict[str, None] = {}  # wished, in order
+        self._seen: dict[str, _Seen] = {}
+        self._kept: set[str] = set()
+        self._synced: set[Kind] = set()
+        self._changed: set[str] = set()
+        self._open = 0  # Jobs that are being created or there
+        self._tokens, self._refilled = per_second, 0.0
+
+    # -- what is wished -------------------------------------------------------------------------
+
+    def want(self, name: str, now: float, *, there: bool = False) -> None:
+        """Wishes a Job; one that is `there` already is taken over, not created."""
+        self._wishes[name] = _Wish(Phase.THERE if there else Phase.WISHED, now)
+        if there:
+            self._open += 1
+            self._changed.add(name)
+        else:
+            self._waiting[name] = None
+
+    def release(self, name: str) -> None:
+        """Nobody wishes this Job any more."""
+        wish = self._wishes.pop(name, None)
+        if wish:
+            self._leave(name, wish)
+        self._waiting.pop(name, None)
+        self._changed.add(name)
+
+    def forget(self, name: str) -> None:
+        """Nobody wishes this Job any more, and it may stay."""
+        self.release(name)
+        self._kept.add(name)
+
+    def not_deleted(self, name: str) -> None:
+        """The API server did not delete it: it is to be asked again."""
+        if seen := self._seen.get(name):
+            seen.deleting = False
+            self._changed.add(name)
+
+    # -- what is seen ---------------------------------------------------------------------------
+
+    def listed(self, kind: Kind, objects: Iterable[Json], asked_at: float) -> None:
+        """All that there was at `asked_at`: what was seen before and is not among it is gone."""
+        there = {o["metadata"]["uid"]: o for o in objects}
+        before = [seen for seen in self._seen.values() if seen.since < asked_at]
+        known = [s.job for s in before if s.job] if kind == "jobs" else _pods(before)
+        for old in known:
+            if old["metadata"]["uid"] not in there:
+                self.event(kind, "DELETED", old)
+        for new in there.values():
+            self.event(kind, "MODIFIED", new)
+        self._synced.add(kind)
+        self._changed.update(self._wishes)
+
+    def event(self, kind: Kind, type: str, thing: Json) -> None:
+        """A watch event: ADDED, MODIFIED or DELETED."""
+        metadata = thing["metadata"]
+        labels = metadata.get("labels") or {}
+        name = metadata["name"] if kind == "jobs" else labels.get(JOB_LABEL, "")
+        seen = self._seen.setdefault(name, _Seen())
+        uid = metadata["uid"]
+        if kind == "pods":
+            # A pod that is gone stays as it was: a second one must not count as the first.
+            if type != "DELETED" or uid in seen.pods:
+                gone = {"deletionTimestamp": "gone"} if type == "DELETED" else {}
+                seen.pods[uid] = {**thing, "metadata": {**metadata, **gone}}
+        elif type != "DELETED":
+            seen.job, seen.deleting = thing, "deletionTimestamp" in metadata
+        elif seen.job and seen.job["metadata"]["uid"] == uid:
+            del self._seen[name]
+            self._kept.discard(name)
+        self._changed.add(name)
+
+    def created(self, name: str, job: Json, now: float) -> None:
+        """The Job is there, as the server answered."""
+        wish = self._wishes.get(name)
+        if wish and wish.phase is Phase.CREATING:
+            wish.phase, wish.since = Phase.THERE, now
+        seen = self._seen.setdefault(name, _Seen())
+        seen.job, seen.since = seen.job or job, now
+        self._changed.add(name)
+
+    def refused(self, name: str, problem: str, now: float, *, for_good: bool) -> None:
+        """The Job could not be created, or nobody knows whether it was."""
+        wish = self._wishes.get(name)
+        if wish is None or wish.phase is not Phase.CREATING:
+            return
+        self._leave(name, wish)
+        wish.waits, wish.since = problem, now
+        if for_good:
+            wish.phase = Phase.ENDED
+            self._changed.add(name)
+        else:
+            wish.phase, wish.tries = Phase.WISHED, wish.tries + 1
+            pause = min(_AGAIN_S * 2 ** (wish.tries - 1), _MOST_AGAIN_S)
+            wish.not_before = now + pause
+            self._waiting[name] = None
+
+    # -- what is to be done ---------------------------------------------------------------------
+
+    def actions(self, now: float, *, everything: bool = False) -> list[Action]:
+        """What to do now. `everything` looks also at Jobs that nothing was heard of, for those
+        that only wait: once a second is often enough."""
+        found: list[Action] = []
+        changed, self._changed = self._changed, set()
+        for name in [*self._wishes, *self._seen] if everything else changed:
+            found += self._about(name, now)
+        found += self._creations(now)
+        return list(dict.fromkeys(found))
+
+    def _about(self, name: str, now: float) -> list[Action]:
+        wish, seen = self._wishes.get(name), self._seen.get(name)
+        if wish is None:
+            if seen and seen.job and not seen.deleting and name not in self._kept:
+                seen.deleting = True
+                return [Delete(name, seen.job["metadata"]["uid"])]
+            if seen and not seen.job:
+                del self._seen[name]  # pods without a Job go by themselves
+            return []
+        if wish.phase is Phase.ENDED and wish.waits:
+            end, wish.waits = End(Outcome.LAUNCH_FAULT, wish.waits), ""
+            return [Finish(name, end)]
+        return self._standing(name, wish, seen, now) if wish.phase is Phase.THERE else []
+
+    def _standing(self, name: str, wish: _Wish, seen: _Seen | None, now: float) -> list[Action]:
+        if seen is None and self._synced != {"jobs", "pods"}:
+            return []
+        pods = list(seen.pods.values()) if seen else []
+        how = standing(seen.job if seen else None, pods, self._patience)
+        if how.waits != wish.waits:
+            wish.waits, wish.since = how.waits, now
+        end = how.end
+        if end is None and how.patience_s is not None and now > wish.since + how.patience_s:
+            end = End(Outcome.LAUNCH_FAULT, f"{how.waits} (for {how.patience_s:g} s)")
+            if any("deletionTimestamp" in pod["metadata"] for pod in pods):
+                end = End(Outcome.NODE_LOST, "its pod was deleted")
+        if end is None:
+            return []
+        self._leave(name, wish)
+        wish.phase, wish.waits = Phase.ENDED, ""
+        return [Finish(name, end)]
+
+    def _creations(self, now: float) -> list[Action]:
+        passed = now - self._refilled
+        self._tokens = min(self._per_second, self._tokens + passed * self._per_second)
+        self._refilled = now
+        found: list[Action] = []
+        for name in list(self._waiting):
+            if self._open >= self._most or self._tokens < 1 or "jobs" not in self._synced:
+                break
+            wish = self._wishes[name]
+            if wish.not_before > now:
+                continue
+            del self._waiting[name]
+            wish.phase, wish.since = Phase.CREATING, now
+            self._open += 1
+            self._tokens -= 1
+            found.append(Create(name))
+        return found
+
+    def _leave(self, name: str, wish: _Wish) -> None:
+        if wish.phase in (Phase.CREATING, Phase.THERE):
+            self._open -= 1
+
+    @property
+    def trouble(self) -> str:
+        """What Jobs wait for that are not running, the most frequent first; empty if nothing."""
+        waits = Counter(
+            wish.waits for wish in self._wishes.values() if wish.waits and wish.waits[0].isupper()
+        )
+        return "; ".join(f"{count} x {what[:200]}" for what, count in waits.most_common(2))
+
+    def pod_of(self, name: str) -> str | None:
+        """The name of the Job's pod, if it is there."""
+        pods = self._seen[name].pods.values() if name in self._seen else ()
+        there = (p["metadata"] for p in pods if p["metadata"].get("deletionTimestamp") != "gone")
+        return next((metadata["name"] for metadata in there), None)
+
+    def runs(self, name: str) -> bool:
+        """True if a pod of the Job may still run."""
+        pods = self._seen[name].pods.values() if name in self._seen else ()
+        return any(
+            pod["metadata"].get("deletionTimestamp") != "gone"
+            and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
+            for pod in pods
+        )
+
+    @property
+    def present(self) -> list[Json]:
+        """The Jobs that are there, wished or not."""
+        return [s.job for s in self._seen.values() if s.job and not s.deleting]
+
+
+def _pods(seen: Iterable[_Seen]) -> list[Json]:
+    return [pod for one in seen for pod in one.pods.values()]

@@ -1,0 +1,260 @@
+"""What goes into a pod and what comes out of it, as bytes: on our side, next to the task family.
+
+`pack` lets the family fill a workspace and makes a tar of it; `outcome_of` lays the workspace out
+again, with what the pod sent back, and lets the family read it. Both are plain functions that the
+controller runs as Ray tasks.
+
+Invariants: what a pod sent is data of a stranger: only regular files and links come out of it,
+below the workspace, never through a link; a link is made as it is and nobody here follows it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shutil
+import stat
+import tarfile
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+from lightning_ray.records import Json, Task
+from lightning_ray.rollouts import harness
+from lightning_ray.rollouts.grading import RoomOrder, RoomReport
+from lightning_ray.rollouts.harness import Recipe, RecipeError, Values
+from lightning_ray.rollouts.local import FamilyError, call_family
+from lightning_ray.rollouts.pods import entry, manifest
+
+WORKSPACE = "workspace"  # of a room's files
+_MOST_MEMBERS = 20_000  # of what a pod sends back
+_KEY_STANDS_FOR = "\x00LIGHTNING_RAY_KEY\x00"  # no recipe can hold a NUL
+_PACKAGE_FILES = f"{entry.ROOT}/recipe"
+
+
+@dataclass(frozen=True)
+class PodLimits:
+    """What a pod's program may do: seconds, bytes of output, bytes that come back."""
+
+    timeout_s: float
+    output_bytes: int
+    result_bytes: int
+
+
+def pack(task: Task, prepare: str | None) -> bytes:
+    """A tar of the workspace that the task family fills.
+
+    Raises:
+        FamilyError: the family failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="lr-stage-") as folder:
+        if prepare:
+            call_family("task.prepare", prepare, task, Path(folder))
+        return _tar(Path(folder))
+
+
+def outcome_of(task: Task, workspace: bytes | None, result: bytes, collect: str) -> Json | None:
+    """What the task family reads from a workspace that a pod has changed.
+
+    Raises:
+        FamilyError: the family failed.
+        ValueError: the pod sent something else than changes.
+    """
+    with tempfile.TemporaryDirectory(prefix="lr-result-") as folder:
+        root = Path(folder) / "workspace"
+        root.mkdir()
+        if workspace:
+            with tarfile.open(fileobj=io.BytesIO(workspace)) as tar:
+                tar.extractall(root, filter="tar")
+        apply_changes(root, result)
+        found = call_family("task.collect", collect, task, root)
+        json.dumps(found)  # it goes to the grader as JSON
+        return found
+
+
+def apply_changes(root: Path, result: bytes) -> None:
+    """Makes the workspace at `root` what the pod's was.
+
+    Raises:
+        ValueError: these are no changes, or too many.
+    """
+    try:
+        with tarfile.open(fileobj=io.BytesIO(result)) as tar:
+            members = tar.getmembers()
+            if len(members) > _MOST_MEMBERS or any(m.issparse() for m in members):
+                raise ValueError("too many files, or sparse ones")
+            for member in members:
+                file = tar.extractfile(member) if member.isreg() else None
+                content = file.read() if file else b""
+                if member.name == "deleted":
+                    for path in json.loads(content):
+                        _place(root, str(path), make=False)
+                elif member.name.startswith("changed/"):
+                    target = _place(root, member.name.removeprefix("changed/"), make=True)
+                    if target and member.issym():
+                        target.symlink_to(member.linkname)
+                    elif target and file:
+                        target.write_bytes(content)
+                        target.chmod(stat.S_IMODE(member.mode) | 0o600)
+    except (tarfile.TarError, OSError, UnicodeError, TypeError) as error:
+        raise ValueError(f"what the pod sent cannot be read: {error}") from error
+
+
+def _place(root: Path, path: str, *, make: bool) -> Path | None:
+    """Where `path` goes, with nothing in its place and, with `make`, real folders above it; None
+    if it would leave `root`."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
+        raise ValueError(f"{path!r} leaves the workspace")
+    folder = root
+    for part in parts[:-1]:
+        folder /= part
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            if not make:
+                return None
+            folder.unlink()
+        if make:
+            folder.mkdir(exist_ok=True)
+        elif not folder.exists():
+            return None
+    target = folder / parts[-1]
+    if target.is_dir() and not target.is_symlink():
+        if not make:
+            return None
+        shutil.rmtree(target)
+    target.unlink(missing_ok=True)
+    return target
+
+
+def harness_order(
+    recipe: Recipe,
+    values: Values,
+    command: list[str] | None,
+    workdir: str | None,
+    has_workspace: bool,
+    limits: PodLimits,
+) -> bytes:
+    """What `entry.run_harness` does. `values` are those of the pod, with a stand-in for the key;
+    `command` and `workdir` are the template's, where it has them.
+
+    Raises:
+        RecipeError: the recipe needs a file that is only here.
+    """
+    files = {harness.fill(n, values): harness.fill(t, values) for n, t in recipe.files.items()}
+    argv, env, stdin = harness.command_line(recipe, values)
+    for number, text in enumerate(recipe.command):
+        if text.startswith(harness.PACKAGE_FILE):
+            source = Path(argv[number])
+            if not source.is_file():
+                raise RecipeError(f"{text} is a folder; a pod gets single files only")
+            argv[number] = f"{_PACKAGE_FILES}/{number}-{source.name}"
+            files[argv[number]] = source.read_text()
+    files[values.task_file] = values.task
+    return _order(
+        "harness",
+        argv=command or argv,
+        env={"HOME": values.home, "TMPDIR": f"{entry.ROOT}/tmp", "LANG": "C.UTF-8"} | env,
+        files=files,
+        stdin=stdin,
+        cwd=workdir or harness.fill(recipe.cwd, values),
+        workspace=workdir or values.workspace,
+        home=values.home,
+        tmp=f"{entry.ROOT}/tmp",
+        venv=values.venv,
+        site_packages=manifest.VENV_LINK,
+        key_stands_for=_KEY_STANDS_FOR,
+        has_workspace=has_workspace,
+        **asdict(limits),
+    )
+
+
+def pod_values(
+    *,
+    url: str,
+    model: str,
+    task: Task,
+    attempt_id: str,
+    context_tokens: int,
+    venv: str,
+    recipe: Recipe,
+) -> Values:
+    """What placeholders of a recipe stand for in a pod: the same for every rollout of a group."""
+    return Values(
+        base_url=f"{url}/v1",
+        root_url=url,
+        model=model,
+        task=task.statement,
+        task_file=f"{entry.ROOT}/task.txt",
+        attempt=attempt_id,
+        workspace=f"{entry.ROOT}/workspace",
+        home=f"{entry.ROOT}/home",
+        context_tokens=str(context_tokens),
+        venv=venv,
+        site_packages=manifest.VENV_LINK,
+        recipe_dir=recipe.recipe_dir,
+        api_key=_KEY_STANDS_FOR,
+    )
+
+
+def room_files(order: RoomOrder) -> dict[str, bytes]:
+    """The files of a room for hidden tests."""
+    with tempfile.TemporaryDirectory(prefix="lr-room-") as folder:
+        for path, text in order.files.items():
+            target = Path(folder) / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(text.encode())
+        tree = _tar(Path(folder))
+    told = _order(
+        "room",
+        argv=list(order.argv),
+        env={**order.env, "HOME": f"{entry.ROOT}/home", "TMPDIR": f"{entry.ROOT}/tmp"},
+        cwd=f"{entry.ROOT}/workspace",
+        workspace=f"{entry.ROOT}/workspace",
+        home=f"{entry.ROOT}/home",
+        tmp=f"{entry.ROOT}/tmp",
+        say=base64.b64encode(order.say.encode()).decode(),
+        timeout_s=order.timeout_s,
+        output_bytes=order.most_bytes,
+        result_bytes=4 * order.most_bytes,
+    )
+    return {"order": told, WORKSPACE: tree}
+
+
+def room_report(result: bytes) -> RoomReport:
+    """What came of a room.
+
+    Raises:
+        ValueError: this is no report.
+    """
+    try:
+        told = json.loads(result)
+        said = base64.b64decode(told["said"]).decode(errors="replace")
+        status = told["status"] if told["ended_by"] in ("exit", "signal") else None
+        return RoomReport(status, said, str(told["tail"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the pod's report cannot be read: {error}") from error
+
+
+def _order(kind: str, **what: object) -> bytes:
+    source = Path(entry.__file__).read_text()
+    return json.dumps({"kind": kind, "entry": source, **what}).encode()
+
+
+def _tar(root: Path) -> bytes:
+    """A tar of everything below `root`, owned by whoever unpacks it."""
+    body = io.BytesIO()
+
+    def ours(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = 0
+        member.uname = member.gname = ""
+        return member
+
+    with tarfile.open(fileobj=body, mode="w") as tar:
+        for name in sorted(os.listdir(root)):
+            tar.add(root / name, name, filter=ours)
+    return body.getvalue()
+
+
+__all__ = ["FamilyError", "apply_changes", "harness_order", "outcome_of", "pack", "room_report"]
