@@ -211,4 +211,7 @@ def _main(name: str, step: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    # As the graders' modules know it: classes of `__main__` would be others than theirs.
+    from lightning_ray.rollouts import grading
+
+    grading._main(*sys.argv[1:])

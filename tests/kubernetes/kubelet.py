@@ -56,7 +56,7 @@ def register(port: int) -> None:
 
 
 def beat(port: int) -> None:
-    size = {"cpu": CPUS, "memory": "64Gi", "pods": PODS, "ephemeral-storage": "100Gi"}
+    size = {"cpu": CPUS, "memory": "4Ti", "pods": PODS, "ephemeral-storage": "100Gi"}
     ready = {
         "type": "Ready",
         "status": "True",
@@ -242,6 +242,9 @@ def bubblewrap(pod: dict[str, Any], container: dict[str, Any], folder: Path) -> 
     # What is below it is what this machine's tests keep there, not the image's.
     box = ["bwrap", *root, "--unshare-pid", "--as-pid-1", "--die-with-parent"]
     box += ["--bind", str(folder / "termination-log"), "/dev/termination-log"]
+    capabilities = (container.get("securityContext") or {}).get("capabilities") or {}
+    if "ALL" in (capabilities.get("drop") or []):
+        box += ["--cap-drop", "ALL"]
     volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes") or []}
     for mount in container.get("volumeMounts") or []:
         if "emptyDir" not in volumes[mount["name"]]:

@@ -2,8 +2,8 @@
 
 An attempt: the task family fills a workspace on a node of Ray; workspace and order go into a room
 of the store's depot; a Job is wished; what its pod sent back is read by the family, again on a
-node. A grading: the grader says what to run (`grading.plan`), a second Job of the same template runs it
-on a clean tree, and the grader says what came of it (`grading.judge`).
+node. A grading: the grader says what to run (`grading.plan`), a second Job of the same template
+runs it on a clean tree, and the grader says what came of it (`grading.judge`).
 
 Invariants: hidden tests are never in the agent's pod, and the agent's key opens none of their
 rooms; a pod that was lost while it graded is tried again, and is no verdict.

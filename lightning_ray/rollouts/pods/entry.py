@@ -86,7 +86,7 @@ def main(order: Order, request: Request, key: str) -> NoReturn:
     prctl(PR_SET_DUMPABLE, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     started = time.monotonic()
-    facts = {"ended_by": "not_started", "status": None, "error": ""}
+    facts: Facts = {"ended_by": "not_started", "status": None, "error": ""}
     try:
         make = {"harness": run_harness, "room": run_room}[order["kind"]]
         facts = make(order, request, key)
@@ -94,6 +94,7 @@ def main(order: Order, request: Request, key: str) -> NoReturn:
         facts.update(ended_by=error.why, error=str(error)[:500])
     except (OSError, tarfile.TarError) as error:
         facts["error"] = f"{type(error).__name__}: {error}"
+    facts = {name: facts[name] for name in ("ended_by", "status", "error")}
     facts["seconds"] = time.monotonic() - started
     with contextlib.suppress(OSError), open(TERMINATION_LOG, "w") as file:
         file.write(json.dumps(facts)[:MOST_TERMINATION_BYTES])
@@ -235,8 +236,8 @@ def run_room(order: Order, request: Request, key: str) -> Facts:
     report = {
         "ended_by": facts["ended_by"],
         "status": facts["status"],
-        "said": base64.b64encode(facts.pop("said")).decode(),
-        "tail": facts.pop("tail"),
+        "said": base64.b64encode(facts["said"]).decode(),
+        "tail": facts["tail"],
     }
     request("result", json.dumps(report).encode())
     return facts

@@ -63,6 +63,7 @@ class _Wish:
     phase: Phase
     since: float  # when the phase began, or what it waits for changed
     waits: str = ""
+    holds: bool = False  # counts as open: its Job is there, or may be
     tries: int = 0
     not_before: float = 0.0
 
@@ -96,7 +97,7 @@ class Reconciler:
 
     def want(self, name: str, now: float, *, there: bool = False) -> None:
         """Wishes a Job; one that is `there` already is taken over, not created."""
-        self._wishes[name] = _Wish(Phase.THERE if there else Phase.WISHED, now)
+        self._wishes[name] = _Wish(Phase.THERE if there else Phase.WISHED, now, holds=there)
         if there:
             self._open += 1
             self._changed.add(name)
@@ -107,7 +108,7 @@ class Reconciler:
         """Nobody wishes this Job any more."""
         wish = self._wishes.pop(name, None)
         if wish:
-            self._leave(name, wish)
+            self._leave(wish)
         self._waiting.pop(name, None)
         self._changed.add(name)
 
@@ -170,9 +171,9 @@ class Reconciler:
         wish = self._wishes.get(name)
         if wish is None or wish.phase is not Phase.CREATING:
             return
-        self._leave(name, wish)
         wish.waits, wish.since = problem, now
         if for_good:
+            self._leave(wish)
             wish.phase = Phase.ENDED
             self._changed.add(name)
         else:
@@ -221,7 +222,7 @@ class Reconciler:
                 end = End(Outcome.NODE_LOST, "its pod was deleted")
         if end is None:
             return []
-        self._leave(name, wish)
+        self._leave(wish)
         wish.phase, wish.waits = Phase.ENDED, ""
         return [Finish(name, end)]
 
@@ -231,21 +232,22 @@ class Reconciler:
         self._refilled = now
         found: list[Action] = []
         for name in list(self._waiting):
-            if self._open >= self._most or self._tokens < 1 or "jobs" not in self._synced:
-                break
             wish = self._wishes[name]
-            if wish.not_before > now:
+            if self._tokens < 1 or self._synced != {"jobs", "pods"}:
+                break
+            if wish.not_before > now or (self._open >= self._most and not wish.holds):
                 continue
             del self._waiting[name]
             wish.phase, wish.since = Phase.CREATING, now
-            self._open += 1
+            self._open += not wish.holds
+            wish.holds = True
             self._tokens -= 1
             found.append(Create(name))
         return found
 
-    def _leave(self, name: str, wish: _Wish) -> None:
-        if wish.phase in (Phase.CREATING, Phase.THERE):
-            self._open -= 1
+    def _leave(self, wish: _Wish) -> None:
+        self._open -= wish.holds
+        wish.holds = False
 
     @property
     def trouble(self) -> str:

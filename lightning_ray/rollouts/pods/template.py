@@ -2,8 +2,8 @@
 
 The YAML is read first and each text in it rendered by itself, so what a task holds cannot change
 the structure. The result is checked against the models of the official client: an unknown field is
-an error, with its line and the nearest field that there is; what is a number in a Job may be written
-as a placeholder. The rest is the API server's to say (a dry run, `launcher.check`).
+an error, with its line and the nearest field that there is; what is a number in a Job may be
+written as a placeholder. The rest is the API server's to say (a dry run, `launcher.check`).
 
 Invariants: every error names the file and the line; placeholders see the task, never a key.
 """
@@ -36,8 +36,9 @@ spec:
         - name: agent
           image: "{{ image }}"
 """
-_ITEMS = re.compile(r"list\[(.+)\]")
-_VALUES = re.compile(r"dict[\[(]str, (.+)[\])]")
+# Older clients write list[V1Container] and dict(str, str).
+_ITEMS = re.compile(r"[Ll]ist\[(.+)\]")
+_VALUES = re.compile(r"[Dd]ict[\[(]str, (.+)[\])]")
 _NUMBER = re.compile(r"-?[0-9]+")
 # `spec.template.spec.containers[0].image`, as the API server names a field
 _STEP = re.compile(r"[^.\[\]]+")

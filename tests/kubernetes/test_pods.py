@@ -1,0 +1,432 @@
+"""Rollouts as Jobs on a real API server: controller, gateway and store as in a run, an engine that
+says what it is told, and a shell script as harness."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import support
+from control_plane import Cluster
+from support import Running
+
+from lightning_ray.config import RunConfig, load
+from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, RolloutSpec, Split, Task
+from lightning_ray.rollouts import controller
+from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
+
+pytestmark = pytest.mark.slow
+
+# What the agent does is said by its task. It asks the model once, with nothing but its environment.
+HARNESS = """
+import json, os, pathlib, sys, time, urllib.request
+task = sys.argv[1]
+call = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"model": "m", "messages": [{"role": "user", "content": task}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+if task != "silent":
+    print(json.load(urllib.request.urlopen(call))["choices"][0]["message"]["content"])
+pathlib.Path("made.txt").write_text(pathlib.Path("given.txt").read_text().upper())
+pathlib.Path("gone.txt").unlink()
+pathlib.Path("link").symlink_to("/etc/passwd")
+environ = pathlib.Path("/proc/1/environ")
+try:
+    pathlib.Path("peeked.txt").write_text(str("LIGHTNING_RAY_KEY" in environ.read_text()))
+except PermissionError:
+    pathlib.Path("peeked.txt").write_text("refused")
+if task == "sleep":
+    time.sleep(600)
+if task.startswith("wait "):
+    _, path, again = task.split()
+    while not os.path.exists(path):
+        time.sleep(0.1)
+    if again == "again":
+        urllib.request.urlopen(call)
+if task == "noise":
+    print("x" * (3 << 20))
+if task == "fill":
+    pathlib.Path("big.bin").write_bytes(bytes(4 << 20))
+sys.exit(3 if task == "fail" else 0)
+"""
+
+
+def prepare(task: Task, workspace: Path) -> None:
+    (workspace / "given.txt").write_text(task.fields["given"])
+    (workspace / "gone.txt").write_text("soon")
+    (workspace / "harness.py").write_text(HARNESS)
+
+
+def collect(task: Task, workspace: Path) -> Json:
+    link = workspace / "link"
+    return {
+        "made": (workspace / "made.txt").read_text(),
+        "gone": not (workspace / "gone.txt").exists(),
+        "peeked": (workspace / "peeked.txt").read_text(),
+        "link": str(link.readlink()) if link.is_symlink() else None,
+    }
+
+
+GRADER = """
+import os, socket, sys
+channel = socket.socket(fileno=int(sys.argv[1]))
+secret = channel.makefile().readline().strip()
+made = open("made.txt").read()
+print("graded", made)
+channel.sendall((secret + " " + made).encode())
+sys.exit(0 if made.isupper() else 1)
+"""
+
+
+def grade(task: Task, result: Json | None, episode: Episode) -> Reward:
+    raise AssertionError("it is graded in a pod")
+
+
+def plan(task: Task, result: Json | None) -> RoomOrder | None:
+    if result is None:
+        return None
+    say = task.fields.get("secret", "nonce") + "\n"
+    return RoomOrder(
+        files={"made.txt": result["made"]},
+        argv=["{python}", "-I", "-c", GRADER, "{fd}"],
+        env={},
+        say=say,
+        timeout_s=20,
+    )
+
+
+def judge(
+    task: Task,
+    result: Json | None,
+    episode: Episode,
+    order: RoomOrder | None,
+    report: RoomReport | None,
+) -> Reward:
+    if result is None or report is None:
+        return Reward(0.0, False)
+    solved = report.status == 0 and report.said == "nonce " + task.fields["given"].upper()
+    facts = {"link": result["link"] == "/etc/passwd", "gone": result["gone"]}
+    facts |= {"peeked": result["peeked"] == "True"}
+    return Reward(float(solved), solved, {name: float(fact) for name, fact in facts.items()})
+
+
+RECIPE = {
+    "name": "shell",
+    "command": [sys.executable, "harness.py", "{task}"],
+    "env": {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}"},
+}
+
+
+class Site:
+    """A gateway, a store and a controller whose rollouts run in `cluster`."""
+
+    def __init__(self, running: Running, cluster: Cluster, folder: Path, *settings: str) -> None:
+        self.cluster, self.running, self.folder = cluster, running, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(json.dumps(RECIPE))
+        here = "test_pods"
+        self.config: RunConfig = load(
+            None,
+            [
+                f"run.dir={folder}",
+                "model.max_model_len=600",
+                "sampling.max_tokens=100",
+                f"gateway.port={running.config.gateway.port}",
+                "gateway.max_body_mib=1",
+                f"harness.recipe={recipe}",
+                "rollout.launcher=kubernetes",
+                "rollout.concurrency=300",
+                "rollout.retries=0",
+                "rollout.timeout_s=60",
+                "rollout.output_mib=1",
+                "rollout.cpus=0.5",
+                "rollout.memory_mib=1024",
+                f"kubernetes.kubeconfig={cluster.kubeconfig()}",
+                "kubernetes.image=python",
+                f"kubernetes.harness_venv={sys.prefix}",
+                "kubernetes.fault_timeout_s=4",
+                "kubernetes.start_timeout_s=8",
+                f"task.prepare={here}:prepare",
+                f"task.collect={here}:collect",
+                f"task.grader={here}:grade",
+                *settings,
+            ],
+        )
+        self.start()
+
+    def start(self, kept: tuple[str, ...] = ()) -> None:
+        self.controller = controller.start(
+            self.config, self.running.store, self.running.url, self.folder.name, kept
+        )
+
+    def submit(self, *tasks: str, name: str = "", **fields: Any) -> list[RolloutSpec]:
+        specs = [
+            RolloutSpec(
+                f"{self.folder.name}-{name}{number}",
+                "g",
+                Task(f"t{number}", task, {"given": "hello", **fields}),
+                Split.TRAIN,
+                1,
+            )
+            for number, task in enumerate(tasks)
+        ]
+        ray.get(self.controller.submit.remote(specs))
+        return specs
+
+    def results(self, count: int, seconds: float = 90) -> dict[str, FinishedRollout]:
+        """The rollouts that end, by id."""
+        found: dict[str, FinishedRollout] = {}
+        deadline = time.monotonic() + seconds
+        while len(found) < count:
+            status = ray.get(self.controller.status.remote())
+            assert time.monotonic() < deadline, (status, found)
+            for finished in ray.get(self.controller.next_finished.remote(1.0)):
+                found[finished.spec.rollout_id] = finished
+        return found
+
+    def one(self, task: str, **fields: Any) -> FinishedRollout:
+        [spec] = self.submit(task, name=f"{task}-", **fields)
+        return self.results(1)[spec.rollout_id]
+
+    def jobs(self) -> list[Any]:
+        return list(self.cluster.batch.list_namespaced_job("default").items)
+
+    def calls(self, spec: RolloutSpec) -> int:
+        """Model calls of the first attempt."""
+        return len(ray.get(self.running.store.calls.remote(f"{spec.rollout_id}-a0")))
+
+    def pods(self) -> list[Any]:
+        return list(self.cluster.core.list_namespaced_pod("default").items)
+
+    def stop(self) -> None:
+        ray.get(self.controller.shutdown.remote())
+        ray.kill(self.controller)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    ray.cloudpickle.register_pickle_by_value(support)
+    # Ray's workers import the task family below.
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    running = Running(tmp_path_factory.mktemp("gateway"), [["done"]])
+    running.start()
+    yield running
+    from lightning_ray.gateway import deploy
+
+    deploy.stop()
+    ray.shutdown()
+    patch.undo()
+
+
+@pytest.fixture
+def site(running: Running, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made: list[Site] = []
+
+    def make(*settings: str, name: str = "run") -> Site:
+        made.append(Site(running, cluster, tmp_path / f"{tmp_path.name}-{name}", *settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+def test_a_harness_runs_in_a_pod_and_is_graded_in_another_one(site) -> None:
+    here = site()
+    ended = here.one("work")
+    assert ended.outcome is Outcome.COMPLETED, ended.detail
+    assert ended.reward is not None and ended.reward.solved, ended
+    assert ended.reward.metrics == {"link": 1.0, "gone": 1.0, "peeked": 0.0}
+    calls = ray.get(here.running.store.calls.remote(ended.attempt_id))
+    assert [call.text for call in calls] == ["done"]
+    log = here.config.run_dir / "rollouts" / ended.attempt_id / "harness.log"
+    assert log.read_text() == "done\n"
+    here.cluster.until(lambda: not here.jobs() and not here.pods())
+    assert not here.cluster.core.list_namespaced_secret(
+        "default", label_selector="lightning-ray/run"
+    ).items
+
+
+TEMPLATE = """
+apiVersion: batch/v1
+kind: Job
+metadata: {labels: {team: blue}}
+spec:
+  template:
+    spec:
+      nodeSelector: {kubernetes.io/hostname: "{{ task.fields.node }}"}
+      terminationGracePeriodSeconds: 0
+      tolerations:
+        - {key: node.kubernetes.io/unreachable, operator: Exists, effect: NoExecute,
+           tolerationSeconds: "{{ task.fields.patience }}"}
+        - {key: node.kubernetes.io/not-ready, operator: Exists, effect: NoExecute,
+           tolerationSeconds: "{{ task.fields.patience }}"}
+      containers:
+        - name: agent
+          image: "{{ task.fields.image }}"
+"""
+
+
+def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, tmp_path) -> None:
+    template = tmp_path / "job.yaml"
+    template.write_text(TEMPLATE)
+    here = site(
+        f"kubernetes.template={template}", "rollout.timeout_s=12", "kubernetes.start_timeout_s=20"
+    )
+    asked = {
+        # by what the harness does
+        "fail": (("fail", "python"), Outcome.HARNESS_ERROR, "exit status 3"),
+        "silent": (("silent", "python"), Outcome.LAUNCH_FAULT, "0 model calls"),
+        "noise": (("noise", "python"), Outcome.OUTPUT_LIMIT, "output"),
+        "fill": (("fill", "python"), Outcome.OUTPUT_LIMIT, "larger than 1048576 bytes"),
+        "sleep": (("sleep", "python"), Outcome.TIMEOUT, "time"),
+        "oom": (("work", "oom"), Outcome.OUT_OF_MEMORY, "OOMKilled"),
+        # by what happens to it
+        "missing": (("work", "missing:1"), Outcome.LAUNCH_FAULT, "ImagePullBackOff"),
+        "invalid": (("work", "invalid::"), Outcome.LAUNCH_FAULT, "InvalidImageName"),
+        "evicted": (("work", "evict"), Outcome.NODE_LOST, "low on resource"),
+        "nowhere": (("work", "python"), Outcome.LAUNCH_FAULT, "Unschedulable"),
+    }
+    for name, ((task, image), _, _) in asked.items():
+        node = "no-such-node" if name == "nowhere" else "node-0"
+        here.submit(task, name=name, image=image, node=node, patience=1)
+    here.cluster.until(
+        lambda: "Unschedulable" in ray.get(here.controller.status.remote()).trouble, seconds=30
+    )
+    ended = here.results(len(asked))
+    for name, (_, outcome, said) in asked.items():
+        one = ended[f"{here.folder.name}-{name}0"]
+        assert (one.outcome, said in one.detail) == (outcome, True), (name, one)
+    # What the policy caused is graded: each of these has a reward.
+    graded = {name for name in asked if ended[f"{here.folder.name}-{name}0"].reward is not None}
+    assert graded == {"fail", "noise", "fill", "sleep", "oom"}
+
+
+def test_no_more_jobs_at_a_time_than_the_cap(site) -> None:
+    here = site("kubernetes.max_pods=20", "kubernetes.grade=cluster", "task.grader=null")
+    most = 0
+    here.submit(*["silent"] * 200)
+    ended: dict[str, FinishedRollout] = {}
+    deadline = time.monotonic() + 240
+    while len(ended) < 200:
+        assert time.monotonic() < deadline, len(ended)
+        found = ray.get(here.controller.next_finished.remote(0.2))
+        ended |= {one.spec.rollout_id: one for one in found}
+        alive = [pod for pod in here.pods() if pod.status.phase in ("Pending", "Running")]
+        most = max(most, len(alive))
+    assert 10 <= most <= 20
+    assert {one.outcome for one in ended.values()} == {Outcome.LAUNCH_FAULT}
+    assert all("0 model calls" in one.detail for one in ended.values())
+
+
+def test_what_somebody_deletes_is_a_lost_node_and_no_harness_runs_twice(site, tmp_path) -> None:
+    here = site()
+    [job] = here.submit(f"wait {tmp_path}/go no", name="job")
+    [pod] = here.submit(f"wait {tmp_path}/go no", name="pod")
+    here.cluster.until(lambda: [p.status.phase for p in here.pods()] == ["Running"] * 2)
+    here.cluster.until(lambda: all(here.calls(s) for s in (job, pod)))
+    for one in here.jobs():
+        if "job0" in one.metadata.name:
+            here.cluster.batch.delete_namespaced_job(
+                one.metadata.name, "default", propagation_policy="Background"
+            )
+    for one in here.pods():
+        if "pod0" in one.metadata.name:
+            here.cluster.core.delete_namespaced_pod(one.metadata.name, "default")
+    ended = here.results(2)
+    assert {one.outcome for one in ended.values()} == {Outcome.NODE_LOST}, ended
+    assert [here.calls(spec) for spec in (job, pod)] == [1, 1]
+
+
+def test_the_api_server_dies_and_nothing_is_lost(site, tmp_path) -> None:
+    here = site("rollout.timeout_s=150")
+    specs = here.submit(*[f"wait {tmp_path}/go again"] * 4)
+    here.cluster.until(lambda: all(here.calls(spec) for spec in specs))
+    here.cluster.kill("kube-apiserver")
+    late = here.submit("work", "work", name="late")
+    here.cluster.until(
+        lambda: "has not answered" in ray.get(here.controller.status.remote()).trouble, seconds=30
+    )
+    (tmp_path / "go").touch()
+    here.cluster.start_api()
+    # A watch from before is refused: all must be listed anew.
+    here.cluster.compact()
+    ended = here.results(6)
+    assert {one.outcome for one in ended.values()} == {Outcome.COMPLETED}, ended
+    assert all(one.reward and one.reward.solved for one in ended.values())
+    assert [here.calls(spec) for spec in [*specs, *late]] == [2, 2, 2, 2, 1, 1]
+    assert ray.get(here.controller.status.remote()).trouble == ""
+
+
+def test_a_controller_that_starts_again_adopts_its_jobs(site, tmp_path) -> None:
+    here = site("rollout.timeout_s=150")
+    [again] = here.submit(f"wait {tmp_path}/go again", name="again")
+    [quiet] = here.submit(f"wait {tmp_path}/go no", name="quiet")
+    [stray] = here.submit(f"wait {tmp_path}/never no", name="stray")
+    every = [again, quiet, stray]
+    here.cluster.until(lambda: all(here.calls(spec) for spec in every))
+    names = {job.metadata.name for job in here.jobs()}
+    ray.kill(here.controller)
+    kept = [f"{spec.rollout_id}-a0" for spec in (again, quiet)]
+    ray.get(here.running.store.end_orphans.remote(time.time(), kept))
+    here.start(tuple(kept))
+    assert ray.get(here.controller.submit.remote([again, quiet])) == []
+    # Nobody wants the third one any more.
+    here.cluster.until(lambda: len(here.jobs()) == 2)
+    assert {job.metadata.name for job in here.jobs()} < names
+    (tmp_path / "go").touch()
+    ended = here.results(2)
+    one = ended[again.rollout_id]
+    assert (one.outcome, one.attempts, here.calls(again)) == (Outcome.COMPLETED, 1, 2), one
+    assert one.reward is not None and one.reward.solved
+    # It may have given up because the gateway was away: nobody can tell.
+    assert ended[quiet.rollout_id].outcome is Outcome.NODE_LOST
+    assert "no model call since" in ended[quiet.rollout_id].detail
+
+
+def test_a_node_that_dies_is_a_lost_node(site, tmp_path) -> None:
+    template = tmp_path / "job.yaml"
+    template.write_text(TEMPLATE)
+    here = site(f"kubernetes.template={template}")
+    here.cluster.start_node("node-1")
+    try:
+        [spec] = here.submit("sleep", image="python", node="node-1", patience=1)
+        here.cluster.until(lambda: here.calls(spec))
+    finally:
+        here.cluster.kill("node-1")
+    ended = here.results(1)[spec.rollout_id]
+    assert ended.outcome is Outcome.NODE_LOST, ended
+    here.cluster.core.delete_node("node-1")
+
+
+def test_a_cancelled_rollout_ends_its_pod(site) -> None:
+    here = site()
+    [spec] = here.submit("sleep")
+    here.cluster.until(lambda: here.calls(spec))
+    assert ray.get(here.controller.cancel.remote([spec.rollout_id])) == [spec.rollout_id]
+    assert [pod for pod in here.pods() if pod.status.phase == "Running"] == []
+    here.cluster.until(lambda: not here.jobs())
+
+
+def test_a_pod_that_grades_and_is_lost_is_no_verdict(site) -> None:
+    here = site("rollout.retries=1")
+    [spec] = here.submit("work", secret="nonce")
+    pod = here.cluster.until(
+        lambda: next(
+            (p for p in here.pods() if p.metadata.labels["lightning-ray/role"] == "grader"), None
+        ),
+    )
+    here.cluster.core.delete_namespaced_pod(pod.metadata.name, "default", grace_period_seconds=0)
+    ended = here.results(1)[spec.rollout_id]
+    assert ended.reward is not None and ended.reward.solved, ended
+    assert here.calls(spec) == 1

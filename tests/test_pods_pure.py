@@ -1,0 +1,418 @@
+"""What decides about Jobs, without a cluster: outcomes, reconciliation, templates, changes."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ray.config import ConfigError, load
+from lightning_ray.records import Outcome, Task
+from lightning_ray.rollouts import grading
+from lightning_ray.rollouts.pods import entry, manifest, staging
+from lightning_ray.rollouts.pods.manifest import Frame, Room
+from lightning_ray.rollouts.pods.outcomes import Patience, standing
+from lightning_ray.rollouts.pods.reconcile import Create, Delete, Finish, Reconciler
+from lightning_ray.rollouts.pods.template import JobTemplate, Names, TemplateFault
+
+PATIENCE = Patience(start_s=100, fault_s=10)
+NAMES = Names("r-a0", "r", "g", "train", "http://gateway/rollout/r-a0")
+TASK = Task("t1", "mend it: {{ not a placeholder }}", {"image": "repo:1", "cpu": 2, "uid": 1000})
+
+
+def job(name: str = "j", uid: str = "u1", *conditions: dict[str, str]) -> dict[str, Any]:
+    full = [{"status": "True", **condition} for condition in conditions]
+    return {"metadata": {"name": name, "uid": uid}, "status": {"conditions": full}}
+
+
+def pod(name: str = "j", uid: str = "p1", **status: Any) -> dict[str, Any]:
+    deleted = {"deletionTimestamp": "now"} if status.pop("deleted", False) else {}
+    metadata = {"name": f"{name}-{uid}", "uid": uid, "labels": {"job-name": name}, **deleted}
+    return {"metadata": metadata, "status": status}
+
+
+def ended(code: int = 0, reason: str = "", message: str = "") -> dict[str, Any]:
+    state = {"terminated": {"exitCode": code, "reason": reason, "message": message}}
+    return {"phase": "Failed" if code else "Succeeded", "containerStatuses": [{"state": state}]}
+
+
+def facts(ended_by: str, status: int | None = None, error: str = "") -> str:
+    return json.dumps({"ended_by": ended_by, "status": status, "error": error, "seconds": 2})
+
+
+def waiting(reason: str) -> dict[str, Any]:
+    state = {"waiting": {"reason": reason, "message": "because"}}
+    return {"phase": "Pending", "containerStatuses": [{"state": state}]}
+
+
+NOT_SCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+TAKEN = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+OWN_DISK = "Usage of EmptyDir volume lightning exceeds the limit 4Gi."
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"),
+    [
+        (ended(0, "Completed", facts("exit", 0)), Outcome.COMPLETED),
+        (ended(3, "Error", facts("exit", 3)), Outcome.HARNESS_ERROR),
+        (ended(1, "Error", facts("signal", 11)), Outcome.HARNESS_ERROR),
+        (ended(1, "Error", facts("time")), Outcome.TIMEOUT),
+        (ended(1, "Error", facts("memory")), Outcome.OUT_OF_MEMORY),
+        (ended(1, "Error", facts("disk")), Outcome.OUTPUT_LIMIT),
+        (ended(1, "Error", facts("not_started")), Outcome.LAUNCH_FAULT),
+        (ended(137, "OOMKilled"), Outcome.OUT_OF_MEMORY),
+        (ended(137, "Error"), Outcome.NODE_LOST),
+        (ended(1, "Error", "gateway http://g, order: HTTP 401"), Outcome.LAUNCH_FAULT),
+        (ended(128, "StartError", "exec: python3: not found"), Outcome.LAUNCH_FAULT),
+        ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, Outcome.NODE_LOST),
+        ({"phase": "Failed", "reason": "Evicted", "message": OWN_DISK}, Outcome.OUTPUT_LIMIT),
+        ({"phase": "Failed", "reason": "DeadlineExceeded"}, Outcome.TIMEOUT),
+        ({"phase": "Failed", "reason": "Preempting"}, Outcome.NODE_LOST),
+        ({"phase": "Failed", "reason": "NodeLost"}, Outcome.NODE_LOST),
+        ({"phase": "Failed", "reason": "Terminated"}, Outcome.NODE_LOST),
+        ({"phase": "Running", "conditions": [TAKEN]}, Outcome.NODE_LOST),
+        (waiting("InvalidImageName"), Outcome.LAUNCH_FAULT),
+    ],
+)
+def test_what_a_pod_says_is_an_outcome(status, outcome) -> None:
+    end = standing(job(), [pod(**status)], PATIENCE).end
+    assert end is not None
+    assert end.outcome is outcome
+    assert end.detail
+
+
+@pytest.mark.parametrize(
+    ("status", "waits", "patience"),
+    [
+        (waiting("ImagePullBackOff"), "ImagePullBackOff: because", 10),
+        (waiting("CreateContainerConfigError"), "CreateContainerConfigError: because", 10),
+        ({"phase": "Pending", "conditions": [NOT_SCHEDULED]}, "Unschedulable", 100),
+        ({"phase": "Pending"}, "its pod is starting", 100),
+        ({"phase": "Unknown"}, "its node does not answer", 10),
+        ({"phase": "Running", "deleted": True}, "its pod is being deleted", 5),
+    ],
+)
+def test_what_may_pass_is_waited_for_and_said(status, waits, patience) -> None:
+    how = standing(job(), [pod(**status)], PATIENCE)
+    assert how.end is None
+    assert how.waits.startswith(waits)
+    assert how.patience_s == patience
+
+
+def test_a_deadline_is_a_time_out_only_for_a_pod_that_ran() -> None:
+    late = job("j", "u1", {"type": "Failed", "reason": "DeadlineExceeded", "message": ""})
+    state = {"containerStatuses": [{"state": {"running": {}}}]}
+    ran = standing(late, [pod(phase="Running", deleted=True, **state)], PATIENCE).end
+    never = standing(late, [], PATIENCE).end
+    assert ran is not None
+    assert never is not None
+    assert (ran.outcome, never.outcome) == (Outcome.TIMEOUT, Outcome.LAUNCH_FAULT)
+
+
+def test_a_second_pod_ends_the_attempt() -> None:
+    pods = [pod(uid="p1", phase="Running", deleted=True), pod(uid="p2", phase="Running")]
+    end = standing(job(), pods, PATIENCE).end
+    assert end is not None
+    assert end.outcome is Outcome.NODE_LOST
+
+
+# -- the reconciler against a cluster in which anything may happen ---------------------------------
+
+
+class World:
+    """Jobs and pods as an API server has them, an observer who misses things, and a clock."""
+
+    def __init__(self, most: int) -> None:
+        self.reconciler = Reconciler(PATIENCE, most, per_second=1000)
+        self.most, self.now = most, 1.0
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.wished: set[str] = set()
+        self.finished: dict[str, int] = {}
+        self.made: dict[str, int] = {}
+        self.uids = 0
+
+    def uid(self) -> str:
+        self.uids += 1
+        return f"uid{self.uids}"
+
+    def relist(self) -> None:
+        self.now += 0.01
+        self.reconciler.listed("jobs", list(self.jobs.values()), self.now)
+        self.reconciler.listed("pods", list(self.pods.values()), self.now)
+
+    def step(self, lost: bool = False) -> None:
+        """Does what the reconciler asks for; a creation's answer may be `lost`."""
+        self.now += 1.0
+        for action in self.reconciler.actions(self.now, everything=True):
+            name = action.name
+            match action:
+                case Create():
+                    if name not in self.jobs:
+                        self.made[name] = self.made.get(name, 0) + 1
+                        self.jobs[name] = job(name, self.uid())
+                        pod_uid = self.uid()
+                        self.pods[pod_uid] = pod(name, pod_uid, phase="Running")
+                    if lost:
+                        self.reconciler.refused(name, "lost", self.now, for_good=False)
+                    else:
+                        self.reconciler.created(name, self.jobs[name], self.now)
+                case Delete(_, uid):
+                    if name in self.jobs and self.jobs[name]["metadata"]["uid"] == uid:
+                        self.remove(name)
+                case Finish():
+                    self.finished[name] = self.finished.get(name, 0) + 1
+        alive = [p for p in self.pods.values() if p["status"]["phase"] == "Running"]
+        assert len(alive) <= self.most + len(self.jobs.keys() - self.wished)
+
+    def remove(self, name: str) -> None:
+        self.jobs.pop(name, None)
+        for uid in [u for u, p in self.pods.items() if p["metadata"]["labels"]["job-name"] == name]:
+            del self.pods[uid]
+
+    def complete(self, name: str) -> None:
+        for uid, one in self.pods.items():
+            if one["metadata"]["labels"]["job-name"] == name:
+                self.pods[uid] = pod(name, uid, **ended(0, "Completed", facts("exit", 0)))
+
+
+EVENT = st.tuples(
+    st.sampled_from(["want", "release", "delete", "complete", "relist", "step", "lose", "event"]),
+    st.integers(0, 5),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(EVENT, max_size=40), st.integers(1, 4))
+def test_the_reconciler_converges_from_any_state(events, most) -> None:
+    world = World(most)
+    world.relist()
+    for what, number in events:
+        name = f"j{number}"
+        match what:
+            case "want" if name not in world.wished and name not in world.made:
+                world.wished.add(name)
+                world.reconciler.want(name, world.now)
+            case "release":
+                world.wished.discard(name)
+                world.reconciler.release(name)
+            case "delete":
+                world.remove(name)
+            case "complete":
+                world.complete(name)
+            case "relist":
+                world.relist()
+            case "step" | "lose":
+                world.step(lost=what == "lose")
+            case "event":
+                for one in list(world.pods.values())[number : number + 1]:
+                    world.reconciler.event("pods", "MODIFIED", one)
+    for _ in range(80):
+        for name in list(world.jobs):
+            world.complete(name)
+        world.relist()
+        world.step()
+    # Each wish ended once, what nobody wishes is gone; nothing was made twice after it was there.
+    assert {n: c for n, c in world.finished.items() if c != 1} == {}
+    assert world.wished <= world.finished.keys()
+    assert world.jobs.keys() <= world.wished
+
+
+def test_an_old_list_does_not_lose_a_job_that_was_made_meanwhile() -> None:
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.listed("jobs", [], 1.0)
+    reconciler.listed("pods", [], 1.0)
+    reconciler.want("j", 2.0)
+    assert reconciler.actions(2.0) == [Create("j")]
+    reconciler.created("j", job(), 3.0)
+    reconciler.listed("jobs", [], 2.5)  # asked for before it was there
+    assert reconciler.actions(3.1, everything=True) == []
+    reconciler.listed("jobs", [], 4.0)
+    [finish] = reconciler.actions(4.1)
+    assert isinstance(finish, Finish)
+    assert finish.end.outcome is Outcome.NODE_LOST
+
+
+# -- templates ------------------------------------------------------------------------------------
+
+TEMPLATE = """\
+apiVersion: batch/v1
+kind: Job
+metadata:
+  labels: {team: blue}
+spec:
+  template:
+    spec:
+      imagePullSecrets: [{name: registry}]
+      securityContext: {runAsUser: "{{ task.fields.uid }}"}
+      containers:
+        - name: agent
+          image: "{{ task.fields.image }}"
+          resources: {limits: {cpu: "{{ task.fields.cpu }}", memory: 2Gi}}
+        - name: side
+          image: proxy
+"""
+FRAME = Frame("run1", None, 0.25, 2048, 4096, 100.0, None)
+ROOM = Room("r-a0", "http://gateway/rollout/r-a0", "s3cret", "agent")
+
+
+def template(tmp_path: Path, text: str) -> JobTemplate:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return JobTemplate(str(path), None)
+
+
+def test_a_template_is_filled_for_a_task_and_keeps_what_it_says(tmp_path) -> None:
+    made = manifest.build(template(tmp_path, TEMPLATE).render(TASK, NAMES), ROOM, FRAME)
+    spec = made["spec"]["template"]["spec"]
+    [agent, side] = spec["containers"]
+    assert (agent["image"], side) == ("repo:1", {"name": "side", "image": "proxy"})
+    assert agent["resources"] == {"limits": {"cpu": "2", "memory": "2Gi"}}
+    assert spec["securityContext"]["runAsUser"] == 1000
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["automountServiceAccountToken"] is False
+    assert agent["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert made["metadata"]["labels"]["team"] == "blue"
+    assert made["metadata"]["labels"]["lightning-ray/run"] == "run1"
+    assert (made["spec"]["backoffLimit"], made["spec"]["activeDeadlineSeconds"]) == (0, 100)
+    assert "s3cret" not in json.dumps(made)
+    secret = manifest.secret(made, "uid", "s3cret")
+    assert secret["metadata"]["ownerReferences"][0]["uid"] == "uid"
+    assert secret["stringData"] == {"key": "s3cret"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("image: repo:1\n          imagePullPolice: Always", "line 9: .*imagePullPolicy"),
+        ('image: "{{ task.fields.imagee }}"', "line 8: .*imagee.*task t1"),
+        ('image: "{{ task.fields.image"', "line 8: "),
+        ('image: "{{ task.__class__.__mro__ }}"', "line 8: "),
+    ],
+)
+def test_what_is_wrong_in_a_template_is_said_with_its_line(tmp_path, wrong, said) -> None:
+    head = "apiVersion: batch/v1\nkind: Job\nspec:\n  template:\n    spec:\n      containers:\n"
+    text = f"{head}        - name: agent\n          {wrong}\n"
+    with pytest.raises(TemplateFault, match=said):
+        template(tmp_path, text).render(TASK, NAMES)
+
+
+def test_a_field_that_the_server_refuses_has_its_line(tmp_path) -> None:
+    made = template(tmp_path, TEMPLATE)
+    fault = made.fault_at("spec.template.spec.containers[1].image", "Required value")
+    assert "line 15: Required value" in str(fault)
+
+
+@pytest.mark.parametrize("text", ["kind: Pod\n", "[]", "kind: Job\nspec: {}\n", "a: [", "- 1"])
+def test_what_is_no_job_is_refused(tmp_path, text) -> None:
+    with pytest.raises(TemplateFault):
+        template(tmp_path, text)
+
+
+def test_a_job_name_is_a_dns_label_whatever_the_attempt_is_called() -> None:
+    names = {manifest.job_name("run", room) for room in ("A_b.c-a0", "x" * 300, "...", "a-b.c-a0")}
+    assert len(names) == 4
+    for name in names:
+        assert len(name) < 63
+        assert name.strip("abcdefghijklmnopqrstuvwxyz0123456789-") == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.launcher=kubernetes"], "needs kubernetes.image or kubernetes.template"),
+        (["kubernetes.image=x"], "no effect with rollout.launcher=local"),
+        (["rollout.launcher=kubernets"], "rollout.launcher"),
+    ],
+)
+def test_settings_that_have_no_effect_are_refused(overrides, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(None, overrides)
+
+
+# -- what comes out of a pod ----------------------------------------------------------------------
+
+
+def tar(**members: bytes | tuple[str, str]) -> bytes:
+    body = io.BytesIO()
+    with tarfile.open(fileobj=body, mode="w") as out:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            if isinstance(content, tuple):
+                member.type = {"link": tarfile.SYMTYPE, "fifo": tarfile.FIFOTYPE}[content[0]]
+                member.linkname = content[1]
+                out.addfile(member)
+            else:
+                member.size = len(content)
+                out.addfile(member, io.BytesIO(content))
+    return body.getvalue()
+
+
+def test_changes_of_a_workspace_come_back_as_they_were(tmp_path) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    for root in (theirs, ours):
+        (root / "pkg").mkdir(parents=True)
+        (root / "pkg" / "a.py").write_text("old")
+        (root / "gone.py").write_text("x")
+        (root / "turned").write_text("a file")
+    before = entry.snapshot(str(theirs))
+    (theirs / "pkg" / "a.py").write_text("new")
+    (theirs / "gone.py").unlink()
+    (theirs / "turned").unlink()
+    (theirs / "turned").mkdir()
+    (theirs / "turned" / "b.txt").write_text("in a folder")
+    (theirs / "link").symlink_to("/etc/passwd")
+    (theirs / "bytes.bin").write_bytes(b"\xff\x00")
+    body = entry.changes(str(theirs), before, 1 << 20)
+    assert body is not None
+    staging.apply_changes(ours, body)
+    assert (ours / "pkg" / "a.py").read_text() == "new"
+    assert not (ours / "gone.py").exists()
+    assert (ours / "turned" / "b.txt").read_text() == "in a folder"
+    assert (ours / "link").is_symlink()
+    assert (ours / "bytes.bin").read_bytes() == b"\xff\x00"
+    assert entry.changes(str(theirs), before, 5) is None
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"changed/../../out": b"x"},
+        {"changed//etc/out": b"x"},
+        {"deleted": b'["../../out"]'},
+        {"deleted": b"{"},
+        {"deleted": b"5"},
+    ],
+)
+def test_what_leaves_the_workspace_is_refused(tmp_path, members) -> None:
+    root = tmp_path / "deep" / "root"
+    root.mkdir(parents=True)
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match=r"leaves|cannot be read|Expecting"):
+        staging.apply_changes(root, tar(**members))
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_nothing_is_written_through_a_link(tmp_path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (root / "old").symlink_to(outside)
+    sent = {"changed/new": ("link", str(outside)), "changed/new/a": b"x", "changed/old/b": b"y"}
+    staging.apply_changes(root, tar(**sent, **{"changed/pipe": ("fifo", "")}))
+    assert list(outside.iterdir()) == []
+    assert (root / "new" / "a").read_bytes() == b"x"
+    assert (root / "old" / "b").read_bytes() == b"y"
+    assert not (root / "pipe").exists()
+
+
+def test_a_grader_without_pieces_has_no_room() -> None:
+    assert grading.has_room("lightning_ray.tasks.swe.grading:grade")
+    assert not grading.has_room("lightning_ray.records:Reward")
+    assert not grading.has_room(None)
