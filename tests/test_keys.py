@@ -4,6 +4,7 @@ key can be read."""
 from __future__ import annotations
 
 import glob
+import hashlib
 import itertools
 import json
 import os
@@ -75,6 +76,8 @@ def gateway(tmp_path_factory):
         running.start()
     for name in ("mine", "other", "ended"):
         running.attempt(key=f"key-of-{name}", rollout=name)
+    own = hashlib.sha256(b"key-of-mine").hexdigest()
+    ray.get(running.store.open_room.remote("mine-a0", own, {"order": b"do", "workspace": b"it"}))
     end(running, "ended-a0")
     running.keys = {
         "none": None,
@@ -103,6 +106,8 @@ def end(gateway, attempt: str) -> None:
 OPENS = "opens"
 HARNESSES = {"own": OPENS, "ended": 410}
 GRADERS = {"grader": OPENS}
+# The rooms of pods: there is one for the attempt that lives.
+PODS = {"own": OPENS}
 OPERATORS = {"operator": OPENS}
 EVERYBODY = None
 MODEL = "/rollout/{attempt_id}/v1"
@@ -114,6 +119,8 @@ MATRIX = {
     ("POST", f"{MODEL}/messages/count_tokens"): HARNESSES,
     ("GET", f"{MODEL}/models"): HARNESSES,
     ("POST", "/rollout/{rollout_id}/reward"): GRADERS,
+    ("GET", "/rollout/{room}/files/{name}"): PODS,
+    ("PUT", "/rollout/{room}/files/result"): PODS,
     ("GET", "/api/v1/rollouts"): OPERATORS,
     ("POST", "/api/v1/rollouts"): OPERATORS,
     ("GET", ROLLOUT): OPERATORS,
@@ -136,7 +143,8 @@ def test_every_route_has_a_row():
 
 def path_for(path: str, kind: str) -> str:
     rollout = "ended" if kind == "ended" else "mine"
-    return path.format(attempt_id=f"{rollout}-a0", rollout_id=rollout)
+    attempt = f"{rollout}-a0"
+    return path.format(attempt_id=attempt, room=attempt, rollout_id=rollout, name="order")
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
@@ -149,7 +157,7 @@ def test_a_key_opens_what_it_is_for_and_nothing_else(gateway, method, path, head
             method,
             gateway.url + path_for(path, kind),
             headers={} if key is None else {header: value.encode()},
-            content=b"{}" if method == "POST" else b"",
+            content=b"{}" if method in ("POST", "PUT") else b"",
             timeout=30,
         )
         wanted = OPENS if MATRIX[method, path] is EVERYBODY else MATRIX[method, path].get(kind, 401)
@@ -208,10 +216,12 @@ def test_a_key_that_a_replica_remembers_is_dead_with_its_attempt(gateway):
 # -- bodies ----------------------------------------------------------------------------------------
 
 
-def ask(gateway, path: str, key: str, *headers: str, drip: bool = False) -> bytes:
+def ask(
+    gateway, path: str, key: str, *headers: str, drip: bool = False, method: str = "POST"
+) -> bytes:
     """Sends the head of a request, and of its body nothing or a byte now and then, until the
     answer comes."""
-    lines = [f"POST {path} HTTP/1.1", "host: gateway", f"x-api-key: {key}", *headers, "", ""]
+    lines = [f"{method} {path} HTTP/1.1", "host: gateway", f"x-api-key: {key}", *headers, "", ""]
     with socket.create_connection(("127.0.0.1", gateway.config.gateway.port), 30) as stream:
         stream.sendall("\r\n".join(lines).encode())
         stream.settimeout(0.2)
@@ -227,10 +237,11 @@ def ask(gateway, path: str, key: str, *headers: str, drip: bool = False) -> byte
         return reply
 
 
-@pytest.mark.parametrize(("method", "path"), [row for row in MATRIX if row[0] == "POST"])
+@pytest.mark.parametrize(("method", "path"), [row for row in MATRIX if row[0] in ("POST", "PUT")])
 def test_of_a_stranger_no_body_is_read(gateway, method, path):
     started = time.monotonic()
-    reply = ask(gateway, path_for(path, "own"), "key-of-other", "content-length: 1000")
+    where, size = path_for(path, "own"), "content-length: 1000"
+    reply = ask(gateway, where, "key-of-other", size, method=method)
     assert reply.startswith(b"HTTP/1.1 401"), reply
     assert time.monotonic() - started < BODY_TIMEOUT_S
 
@@ -249,6 +260,32 @@ def test_clients_that_send_slowly_are_ended_and_hold_up_nobody(gateway):
             reply = each.result()
             assert reply.startswith(b"HTTP/1.1 408") and b"did not come within 3 s" in reply, reply
     assert BODY_TIMEOUT_S <= time.monotonic() - started < 5 * BODY_TIMEOUT_S
+
+
+def test_an_order_goes_to_one_pod_and_only_a_result_comes_back(gateway):
+    key = hashlib.sha256(b"pod-key").hexdigest()
+    ray.get(gateway.store.open_room.remote("room", key, {"order": b"do", "workspace": b"tree"}))
+    url = f"{gateway.url}/rollout/room/files"
+
+    def ask_as(pod: str, method: str, name: str, content: bytes = b"") -> httpx.Response:
+        headers = {"x-api-key": "pod-key", "x-lightning-ray-pod": pod}
+        return httpx.request(method, f"{url}/{name}", headers=headers, content=content)
+
+    assert ask_as("first", "GET", "order").content == b"do"
+    assert ask_as("first", "GET", "order").status_code == 200  # its answer was lost, say
+    refused = ask_as("second", "GET", "order")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "order_taken")
+    assert ask_as("second", "GET", "workspace").content == b"tree"
+    for name in ("result", "%2ekey", ".claimant", "nothing", "%2e%2e", "x" * 300):
+        assert ask_as("first", "GET", name).status_code == 404, name
+    assert ask_as("first", "PUT", "order", b"other").status_code == 405
+    assert ask_as("first", "PUT", "result", b"x" * (2 << 20)).status_code == 413
+    assert ask_as("first", "PUT", "result", b"changes").status_code == 204
+    assert ask_as("first", "PUT", "result", b"final").status_code == 204
+    assert ray.get(gateway.store.room_result.remote("room")) == b"final"
+    ray.get(gateway.store.close_room.remote("room"))
+    assert ask_as("first", "GET", "workspace").status_code == 401
+    assert ask_as("first", "PUT", "result", b"late").status_code == 401
 
 
 @pytest.mark.slow

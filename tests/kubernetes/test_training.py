@@ -1,0 +1,119 @@
+"""The whole cycle with every rollout and every grading a Job: the tiny model, the real harness, the
+controller's rights just those of examples/kubernetes/access.yaml; on the way the API server and the
+controller are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import runs
+import yaml
+from control_plane import Cluster
+from kubernetes import client
+
+from lightning_ray import metrics
+from lightning_ray.rollouts import harness, installation
+from lightning_ray.run.checkpoint import Checkpoints
+
+ROOT = runs.ROOT
+NAMESPACE = "lightning-ray"
+pytestmark = pytest.mark.slow
+
+
+def account(cluster: Cluster) -> Path:
+    """A kubeconfig of the head's service account, with what the examples let it do."""
+    for name in ("kuberay/namespace", "kuberay/rbac", "kubernetes/access"):
+        cluster.apply(ROOT / "examples" / f"{name}.yaml")
+    cluster.until(lambda: cluster.core.read_namespaced_service_account("default", NAMESPACE))
+    asked = client.AuthenticationV1TokenRequest(
+        spec=client.V1TokenRequestSpec(audiences=["https://kubernetes.default.svc"])
+    )
+    answer = cluster.core.create_namespaced_service_account_token(
+        "lightning-ray-head", NAMESPACE, asked
+    )
+    tree = yaml.safe_load(cluster.kubeconfig().read_text())
+    tree["users"] = [{"name": "admin", "user": {"token": answer.status.token}}]
+    path = cluster.folder / "head.kubeconfig"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def may(kubeconfig: Path, verb: str, group: str, resource: str) -> bool:
+    from kubernetes import config
+
+    api = config.new_client_from_config(str(kubeconfig))
+    attributes = {"namespace": NAMESPACE, "verb": verb, "group": group, "resource": resource}
+    spec = client.V1SelfSubjectAccessReviewSpec(
+        resource_attributes=client.V1ResourceAttributes(**attributes)
+    )
+    review = client.AuthorizationV1Api(api).create_self_subject_access_review(
+        client.V1SelfSubjectAccessReview(spec=spec)
+    )
+    return bool(review.status.allowed)
+
+
+def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(cluster, tmp_path):
+    kubeconfig = account(cluster)
+    assert may(kubeconfig, "create", "batch", "jobs")
+    for verb, group, resource in [
+        ("get", "", "secrets"),
+        ("list", "", "secrets"),
+        ("create", "", "pods"),
+        ("create", "", "pods/exec"),
+        ("patch", "batch", "jobs"),
+    ]:
+        assert not may(kubeconfig, verb, group, resource), (verb, resource)
+    venv = installation.install(harness.load("mini-swe-agent"))
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    run = runs.start(
+        run_dir,
+        log,
+        "run.steps=2",
+        "rollout.launcher=kubernetes",
+        f"kubernetes.kubeconfig={kubeconfig}",
+        f"kubernetes.namespace={NAMESPACE}",
+        "kubernetes.image=python",
+        f"kubernetes.harness_venv={venv}",
+        "gateway.port=8799",
+    )
+
+    def pods(role: str) -> list[str]:
+        selector = f"lightning-ray/role={role}"
+        found = cluster.core.list_namespaced_pod(NAMESPACE, label_selector=selector).items
+        return [pod.metadata.name for pod in found if pod.status.phase == "Running"]
+
+    try:
+        runs.wait_for(run, log, lambda: pods("agent"))
+        cluster.kill("kube-apiserver")
+        cluster.start_api()
+        runs.wait_for(run, log, lambda: Checkpoints(run_dir, keep=2).latest() and pods("agent"))
+        for process in psutil.Process(run.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error, IndexError):
+                if process.cmdline()[0].startswith("ray::RolloutController"):
+                    process.send_signal(signal.SIGKILL)
+        assert run.wait(runs.PATIENCE) == 0, log.read_text()[-4000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(run.pid, signal.SIGKILL)
+    rows = metrics.read(run_dir)
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["rollouts/finished"] == 8, json.dumps(row)
+    output = log.read_text()
+    assert "rollouts are Jobs in the namespace lightning-ray" in output
+    assert "run on in pods since the run was stopped" in output
+    # Nothing of the run is left in the cluster.
+    cluster.until(lambda: not cluster.batch.list_namespaced_job(NAMESPACE).items)
+    cluster.until(
+        lambda: (
+            not cluster.core.list_namespaced_secret(
+                NAMESPACE, label_selector="lightning-ray/run"
+            ).items
+        )
+    )
