@@ -300,9 +300,7 @@ def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, tmp_path) -> Non
     for name, ((task, image), _, _) in asked.items():
         node = "no-such-node" if name == "nowhere" else "node-0"
         here.submit(task, name=name, image=image, node=node, patience=1)
-    here.cluster.until(
-        lambda: "Unschedulable" in ray.get(here.controller.status.remote()).trouble, seconds=30
-    )
+    here.cluster.until(lambda: "Unschedulable" in ray.get(here.controller.status.remote()).trouble)
     ended = here.results(len(asked))
     for name, (_, outcome, said) in asked.items():
         one = ended[f"{here.folder.name}-{name}0"]
@@ -355,7 +353,7 @@ def test_the_api_server_dies_and_nothing_is_lost(site, tmp_path) -> None:
     here.cluster.kill("kube-apiserver")
     late = here.submit("work", "work", name="late")
     here.cluster.until(
-        lambda: "has not answered" in ray.get(here.controller.status.remote()).trouble, seconds=30
+        lambda: "has not answered" in ray.get(here.controller.status.remote()).trouble
     )
     (tmp_path / "go").touch()
     here.cluster.start_api()
