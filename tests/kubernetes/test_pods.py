@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -241,6 +242,13 @@ def site(running: Running, cluster: Cluster, tmp_path: Path, monkeypatch: pytest
         one.stop()
 
 
+@pytest.fixture
+def flags() -> Iterator[Path]:
+    """A folder that pods see: their /tmp is their own."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
 def test_a_harness_runs_in_a_pod_and_is_graded_in_another_one(site) -> None:
     here = site()
     ended = here.one("work")
@@ -327,10 +335,10 @@ def test_no_more_jobs_at_a_time_than_the_cap(site) -> None:
     assert all("0 model calls" in one.detail for one in ended.values())
 
 
-def test_what_somebody_deletes_is_a_lost_node_and_no_harness_runs_twice(site, tmp_path) -> None:
+def test_what_somebody_deletes_is_a_lost_node_and_no_harness_runs_twice(site, flags) -> None:
     here = site()
-    [job] = here.submit(f"wait {tmp_path}/go no", name="job")
-    [pod] = here.submit(f"wait {tmp_path}/go no", name="pod")
+    [job] = here.submit(f"wait {flags}/go no", name="job")
+    [pod] = here.submit(f"wait {flags}/go no", name="pod")
     here.cluster.until(lambda: [p.status.phase for p in here.pods()] == ["Running"] * 2)
     here.cluster.until(lambda: all(here.calls(s) for s in (job, pod)))
     for one in here.jobs():
@@ -346,16 +354,16 @@ def test_what_somebody_deletes_is_a_lost_node_and_no_harness_runs_twice(site, tm
     assert [here.calls(spec) for spec in (job, pod)] == [1, 1]
 
 
-def test_the_api_server_dies_and_nothing_is_lost(site, tmp_path) -> None:
+def test_the_api_server_dies_and_nothing_is_lost(site, flags) -> None:
     here = site("rollout.timeout_s=150")
-    specs = here.submit(*[f"wait {tmp_path}/go again"] * 4)
+    specs = here.submit(*[f"wait {flags}/go again"] * 4)
     here.cluster.until(lambda: all(here.calls(spec) for spec in specs))
     here.cluster.kill("kube-apiserver")
     late = here.submit("work", "work", name="late")
     here.cluster.until(
         lambda: "has not answered" in ray.get(here.controller.status.remote()).trouble
     )
-    (tmp_path / "go").touch()
+    (flags / "go").touch()
     here.cluster.start_api()
     # A watch from before is refused: all must be listed anew.
     here.cluster.compact()
@@ -366,11 +374,11 @@ def test_the_api_server_dies_and_nothing_is_lost(site, tmp_path) -> None:
     assert ray.get(here.controller.status.remote()).trouble == ""
 
 
-def test_a_controller_that_starts_again_adopts_its_jobs(site, tmp_path) -> None:
+def test_a_controller_that_starts_again_adopts_its_jobs(site, flags) -> None:
     here = site("rollout.timeout_s=150")
-    [again] = here.submit(f"wait {tmp_path}/go again", name="again")
-    [quiet] = here.submit(f"wait {tmp_path}/go no", name="quiet")
-    [stray] = here.submit(f"wait {tmp_path}/never no", name="stray")
+    [again] = here.submit(f"wait {flags}/go again", name="again")
+    [quiet] = here.submit(f"wait {flags}/go no", name="quiet")
+    [stray] = here.submit(f"wait {flags}/never no", name="stray")
     every = [again, quiet, stray]
     here.cluster.until(lambda: all(here.calls(spec) for spec in every))
     names = {job.metadata.name for job in here.jobs()}
@@ -382,7 +390,7 @@ def test_a_controller_that_starts_again_adopts_its_jobs(site, tmp_path) -> None:
     # Nobody wants the third one any more.
     here.cluster.until(lambda: len(here.jobs()) == 2)
     assert {job.metadata.name for job in here.jobs()} < names
-    (tmp_path / "go").touch()
+    (flags / "go").touch()
     ended = here.results(2)
     one = ended[again.rollout_id]
     assert (one.outcome, one.attempts, here.calls(again)) == (Outcome.COMPLETED, 1, 2), one
