@@ -436,7 +436,7 @@ def test_a_rollout_asked_for_again_under_its_id_is_the_same_rollout(running, cli
 def test_a_rollout_outlives_the_controller_that_it_was_asked_of(running, client):
     def start_again():
         ray.kill(running.controller)
-        ray.get(running.store.end_orphans.remote(time.time()))
+        ray.get(running.store.end_orphans.remote(time.time(), []))
         running.controller = controller.start(running.config, running.store, running.url)
 
     first, second = client.create("t", "sleep"), client.create("t", "do it")
