@@ -201,9 +201,16 @@ def test_a_second_owner_is_refused(store: RolloutStore):
 
 
 def test_attempts_continue_their_numbering_after_a_restart(store: RolloutStore):
-    assert store.create_rollouts([make_spec()]) == {"r": Known(1, False, True)}
+    assert store.create_rollouts([make_spec()]) == {"r": Known(1, False, True, open=0)}
     assert store.end_orphans(5.0) == 1
     assert not store.attempt("r-a0").live
+    assert store.create_rollouts([make_spec()]) == {"r": Known(1, False, True)}
+
+
+def test_an_attempt_that_runs_on_is_no_orphan(store: RolloutStore):
+    assert store.end_orphans(5.0, keep=["r-a0", "another"]) == 0
+    assert store.attempt("r-a0").live
+    assert store.create_rollouts([make_spec()]) == {"r": Known(1, False, True, open=0)}
 
 
 def test_a_torn_tail_is_cut_off_and_everything_before_it_stays(tmp_path: Path):
