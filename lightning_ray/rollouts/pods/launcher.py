@@ -40,7 +40,9 @@ from lightning_ray.rollouts.pods.reconcile import (
 from lightning_ray.rollouts.pods.template import JobTemplate, Names, TemplateFault
 
 _WORKERS = 8  # requests to the API server at a time
-_TICK_S = 0.5  # between two looks at what only time changes
+_TICK_S = 0.5  # longest wait for news
+_LOOK_S = 1.0  # between two looks at what only time changes: all Jobs are looked at
+_STOP_S = 20.0  # for the API server to have deleted what is left
 _GRACE_S = 120.0  # for staging and sending back, on top of an attempt's time and its start
 _FOR_GOOD = frozenset(
     {400, 403, 404, 405, 413, 415, 422}
@@ -172,6 +174,11 @@ class Launcher:
         return None
 
     @property
+    def left(self) -> int:
+        """How many Jobs of the run are there."""
+        return self._reconciler.left
+
+    @property
     def trouble(self) -> str:
         """What a person must know: that the API server is away, or what pods wait for."""
         for problem, since in self._away.values():
@@ -184,8 +191,8 @@ class Launcher:
         for name in list(self._wanted):
             self._wanted.pop(name).end.cancel()
             self._reconciler.release(name)
-        deadline = time.time() + _TICK_S * 20
-        while self._reconciler.present and not self._away and time.time() < deadline:
+        deadline = time.time() + _STOP_S
+        while self._reconciler.left and not self._away and time.time() < deadline:
             self._news.set()
             await asyncio.sleep(_TICK_S / 5)
         for follower in self._followers:
@@ -218,7 +225,7 @@ class Launcher:
                 await asyncio.wait_for(self._news.wait(), _TICK_S)
             self._news.clear()
             now = time.time()
-            everything = now - last >= _TICK_S
+            everything = now - last >= _LOOK_S
             last = now if everything else last
             for action in self._reconciler.actions(now, everything=everything):
                 self._do(action)

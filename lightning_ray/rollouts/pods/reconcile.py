@@ -273,6 +273,11 @@ class Reconciler:
         )
 
     @property
+    def left(self) -> int:
+        """How many Jobs are there, those that are being deleted included."""
+        return sum(seen.job is not None for seen in self._seen.values())
+
+    @property
     def present(self) -> list[Json]:
         """The Jobs that are there, wished or not."""
         return [s.job for s in self._seen.values() if s.job and not s.deleting]
