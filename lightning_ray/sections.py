@@ -255,6 +255,11 @@ class RolloutSection(Section):
     keep_workspaces: bool = Field(
         False, description="Keep workspaces after grading, for debugging."
     )
+    keep_results: bool = Field(
+        False,
+        description="Keep in the store what task.collect read, as an event of the rollout. An "
+        "evaluation always does.",
+    )
 
 
 class TaskSection(Section):

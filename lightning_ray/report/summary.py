@@ -17,6 +17,7 @@ from rich.table import Table
 
 from lightning_ray.report.statistics import wilson
 
+
 @dataclass(frozen=True)
 class Score:
     """What one validation found. Means are over `rollouts`, which `failed` ones are not among."""

@@ -35,6 +35,7 @@ from lightning_ray.rollouts.process import Limits
 from lightning_ray.rollouts.sandbox import wanted
 
 NAMESPACE = "lightning_ray"  # of Ray's actor names
+RESULT_EVENT = "result"  # the kind of the event that keeps what task.collect read
 MODEL_NAME = "policy"  # what harnesses are told; the gateway serves one model and ignores the name
 _MAX_CONCURRENCY = 1000  # method calls at a time; a long poll must not hold up the others
 _INSIST_S = 5.0  # longer than a worker needs to kill a harness and remove its workspace
@@ -230,6 +231,11 @@ class RolloutController:
         self, attempt: Attempt, outcome: Outcome, detail: str, result: Json | None
     ) -> Reward | GraderFault:
         task, attempt_id = self._config.task, attempt.attempt_id
+        if self._config.rollout.keep_results and result is not None:
+            kept = {"attempt_id": attempt_id, "result": result}
+            await self._store.add_event.remote(
+                f"{attempt_id}.result", attempt.spec.rollout_id, RESULT_EVENT, kept, time.time()
+            )
         grader = task.grader or task.grader_command
         if grader is None:
             key = await self._store.grader_key.remote(attempt.spec.rollout_id)

@@ -111,31 +111,57 @@ def _until_done(config: RunConfig, model_dir: Path, console: Console) -> Results
 
 
 def evaluate(resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int:
-    """Runs an evaluation job; returns the exit status."""
+    """Runs an evaluation job, or shows finished ones; returns the exit status."""
     parser = argparse.ArgumentParser(
-        description="Evaluates what a run trained against its base model."
+        description="pass@k, cost and outcomes of a run's base model and of what it trained, and "
+        "their paired comparison.",
+        epilog="docs/evaluation.md says what the numbers mean.",
     )
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("source", type=Path, nargs="?", metavar="RUN_DIR | CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--samples", type=int, default=1, help="rollouts per task (default: 1)")
-    options = parser.parse_args(argv)
+    parser.add_argument(
+        "--models",
+        default="",
+        metavar="A,B",
+        help="base, trained, step-00010 or a folder with weights (default: base,trained)",
+    )
+    parser.add_argument(
+        "--show",
+        nargs="+",
+        type=Path,
+        metavar="FILE.json",
+        help="run nothing; show these evaluations, each compared with the first",
+    )
+    # Options may stand between the run directory and the overrides.
+    options = parser.parse_intermixed_args(argv)
     try:
+        from lightning_ray.report import evaluation_tables, evaluations
+
+        if options.show:
+            console = Console("evaluation")
+            for part in evaluation_tables.tables([evaluations.read(f) for f in options.show]):
+                console.print(part)
+            return 0
+        if options.source is None or options.samples < 1:
+            raise ConfigError("name a run directory or a configuration, and at least one sample")
         from lightning_ray.run import evaluation
 
-        config = evaluation.config_of(options.run_dir, options.overrides)
+        models = [name for name in options.models.split(",") if name]
+        job = evaluation.job(options.source, models, options.samples, options.overrides)
     except ConfigError as error:
         return _fail(str(error))
 
     def work(config: RunConfig, console: Console) -> None:
-        from lightning_ray.report.summary import final_table
+        from dataclasses import replace
 
         with console:
-            scores = evaluation.evaluate(
-                config, resolve_model(config.model.path), options.run_dir, options.samples, console
-            )
-        console.print(final_table(*scores))
+            settled = replace(job, config=config)
+            found = evaluation.evaluate(settled, resolve_model(config.model.path), console)
+        for part in evaluation_tables.tables(found):
+            console.print(part)
 
-    return _on_cluster(config, work, " ".join(map(shlex.quote, ["python", *sys.argv])))
+    return _on_cluster(job.config, work, " ".join(map(shlex.quote, ["python", *sys.argv])))
 
 
 def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], again: str) -> int:

@@ -11,9 +11,11 @@ files that decide how tests run are never part of the result; the result's size 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -28,6 +30,7 @@ MAX_ENTRIES = 10_000  # directory entries looked at, for the same reason
 
 MAX_PATH = 1024  # characters; the same path must fit below the grader's own folder
 
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines also ends lines at a form feed
 IGNORED_FOLDERS = frozenset({"__pycache__", ".git"})
 PROTECTED_FOLDERS = frozenset({"tests", "test"})
 PROTECTED_NAMES = (
@@ -89,7 +92,8 @@ def is_protected(path: str) -> bool:
 def collect(task: Task, workspace: Path) -> dict[str, Any]:
     """What changed in `workspace` against the task's files.
 
-    Returns: `{"files": {path: text, or None if deleted}, "refused": [{"path", "reason"}]}`.
+    Returns: `{"files": {path: text, or None if deleted}, "refused": [{"path", "reason"}], "patch":
+    the files as a unified diff that git applies}`.
     """
     before: dict[str, str] = task.fields.get("files", {})
     files: dict[str, str | None] = {}
@@ -122,7 +126,32 @@ def collect(task: Task, workspace: Path) -> dict[str, Any]:
     return {
         "files": files,
         "refused": [{"path": path, "reason": reason} for path, reason in sorted(refused.items())],
+        "patch": "".join(_diff(path, before.get(path), files[path]) for path in sorted(files)),
     }
+
+
+def _diff(path: str, before: str | None, after: str | None) -> str:
+    """A unified diff of one file, as `git apply` reads it; None: there is no such file."""
+    old, new = (_quoted(prefix + path) for prefix in ("a/", "b/"))
+    head = f"diff --git {old} {new}\n"
+    if before is None:
+        head, old = f"{head}new file mode 100644\n", "/dev/null"
+    if after is None:
+        head, new = f"{head}deleted file mode 100644\n", "/dev/null"
+    lines = difflib.unified_diff(*(_LINE.findall(text or "") for text in (before, after)), old, new)
+    # Only the last line of a file can be without an end, which git wants to be told.
+    ended = (
+        line if line[-1] == "\n" else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
+    return head + "".join(ended)
+
+
+def _quoted(path: str) -> str:
+    """A path as git writes it in a diff."""
+    if path.isascii() and path.isprintable() and not set(path) & {'"', "\\"}:
+        return path
+    plain = set(range(32, 127)) - set(b'"\\')
+    return '"' + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in path.encode()) + '"'
 
 
 def _walk(root: Path) -> Iterator[tuple[str, os.DirEntry[str] | OSError]]:
