@@ -1,6 +1,6 @@
 """The command line of a training job.
 
-    python jobs/train_swe.py [CONFIG.yaml] [section.key=value ...] [--dry-run]
+    python jobs/train_swe.py [CONFIG.yaml] [section.key=value ...] [--rehearse] [--dry-run]
 
 Whatever a user can put right (configuration, a taken port, a full disk, a busy run directory) ends
 in one line on stderr and exit status 2; an interrupted run says how to resume and ends with 130.
@@ -39,12 +39,23 @@ def parse(argv: Sequence[str], default: Path) -> tuple[RunConfig, bool]:
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
-    options = parser.parse_args(argv)
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run this configuration small: a tiny model, the embedded tasks, no GPU, two steps",
+    )
+    options = parser.parse_intermixed_args(argv)  # options may stand anywhere
     files = [argument for argument in options.arguments if "=" not in argument]
     if len(files) > 1:
         raise ConfigError(f"one configuration file at most, not {', '.join(files)}")
     overrides = [argument for argument in options.arguments if "=" in argument]
-    return configuration.load(files[0] if files else default, overrides), options.dry_run
+    file = files[0] if files else default
+    config = configuration.load(file, overrides)
+    if options.rehearse:
+        from lightning_ray.run import rehearsal
+
+        config = configuration.load(file, [*rehearsal.overrides(config), *overrides])
+    return config, options.dry_run
 
 
 def main(default: Path, resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int:
@@ -61,18 +72,21 @@ def main(default: Path, resolve_model: ModelResolver, argv: Sequence[str] | None
 
 
 def _dry_run(config: RunConfig) -> None:
+    import torch
+
     from lightning_ray.placement import Device, describe
     from lightning_ray.rollouts import harness
 
     harness.load(config.harness.recipe, config.harness.args, config.harness.env)
-    print(configuration.dump(config))
-    device = Device.CPU
-    try:
-        import torch
+    if config.trainer.strategy == "megatron":
+        from lightning_ray.trainer import verl_config
 
-        device = Device.GPU if torch.cuda.is_available() else Device.CPU
-    finally:
-        print(describe(config, device))
+        verl_config.check(config)
+    # What needs GPUs is planned for a machine that has them, wherever it is asked.
+    needs = config.engine.tensor_parallel > 1 or config.trainer.strategy == "megatron"
+    device = Device.GPU if needs or torch.cuda.is_available() else Device.CPU
+    print(configuration.dump(config))
+    print(describe(config, device))
 
 
 def _train(config: RunConfig, resolve_model: ModelResolver, command: str) -> int:
@@ -133,7 +147,6 @@ def evaluate(resolve_model: ModelResolver, argv: Sequence[str] | None = None) ->
         metavar="FILE.json",
         help="run nothing; show these evaluations, each compared with the first",
     )
-    # Options may stand between the run directory and the overrides.
     options = parser.parse_intermixed_args(argv)
     try:
         from lightning_ray.report import evaluation_tables, evaluations
