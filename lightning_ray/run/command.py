@@ -13,6 +13,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,7 +23,9 @@ from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.report.console import Console, View
 
 if TYPE_CHECKING:
+    from lightning_ray.report.evaluations import Evaluation
     from lightning_ray.run.ending import Results
+    from lightning_ray.run.evaluation import Job
 
 ModelResolver = Callable[[str], Path]
 
@@ -165,16 +168,28 @@ def evaluate(resolve_model: ModelResolver, argv: Sequence[str] | None = None) ->
     except ConfigError as error:
         return _fail(str(error))
 
+    again = " ".join(map(shlex.quote, ["python", *sys.argv]))
+    status, found = run_evaluation(job, resolve_model, again)
+    for part in evaluation_tables.tables(found) if found else ():
+        Console("evaluation").print(part)
+    return status
+
+
+def run_evaluation(
+    job: Job, resolve_model: ModelResolver, again: str
+) -> tuple[int, list[Evaluation]]:
+    """Runs a job on a cluster: the exit status, and the evaluations if it came to its end. `again`
+    is the command that goes on."""
+    from lightning_ray.run import evaluation
+
+    found: list[Evaluation] = []
+
     def work(config: RunConfig, console: Console) -> None:
-        from dataclasses import replace
-
         with console:
-            settled = replace(job, config=config)
-            found = evaluation.evaluate(settled, resolve_model(config.model.path), console)
-        for part in evaluation_tables.tables(found):
-            console.print(part)
+            model = resolve_model(config.model.path)
+            found.extend(evaluation.evaluate(replace(job, config=config), model, console))
 
-    return _on_cluster(job.config, work, " ".join(map(shlex.quote, ["python", *sys.argv])))
+    return _on_cluster(job.config, work, again), found
 
 
 def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], again: str) -> int:

@@ -138,7 +138,7 @@ def _diff(path: str, before: str | None, after: str | None) -> str:
         head, old = f"{head}new file mode 100644\n", "/dev/null"
     if after is None:
         head, new = f"{head}deleted file mode 100644\n", "/dev/null"
-    lines = difflib.unified_diff(*(_LINE.findall(text or "") for text in (before, after)), old, new)
+    lines = difflib.unified_diff(_LINE.findall(before or ""), _LINE.findall(after or ""), old, new)
     # Only the last line of a file can be without an end, which git wants to be told.
     ended = (
         line if line[-1] == "\n" else f"{line}\n\\ No newline at end of file\n" for line in lines
