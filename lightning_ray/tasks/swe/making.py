@@ -1,0 +1,377 @@
+"""Makes repair tasks out of packages with good tests, without a network but for pip's.
+
+For each package of the manifest: `reference` runs its suite under other hash seeds and orders, keeps
+the tests that always pass, and finds twins for them (`twins.py`); `generate` lets SWE-smith's
+procedural generator, unmodified and in an environment of its own, write bugs; `judge` runs the
+suite on each bug twice and keeps it if a few tests fail for it, the same ones both times. All is
+written to a work folder as soon as it is known, so that an interrupted run goes on where it was.
+
+Invariants: a task's bug undone is the package's own source, byte for byte; a task is kept only if
+every test that it makes fail has at least two twins; no two tasks have the same patch; the same
+seed, packages and locks give the same tasks.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_ray.records import Json, Split
+from lightning_ray.tasks.swe import cleanroom, patches, sources, twins
+from lightning_ray.tasks.swe.cleanroom import Suite, Tree
+from lightning_ray.tasks.swe.sources import Package
+from lightning_ray.tasks.swe.trees import apply
+
+SEED = 24
+REFERENCE_RUNS = 3
+BUG_RUNS = 2
+MAX_FAIL_TO_PASS = 20
+MIN_PASS_TO_PASS = 10
+MAX_SUITE_S = 30.0
+MAX_PATCH_BYTES = 2000  # a few changed lines; more would be a copy of somebody's function
+TWIN_RUNS = 6  # tries to find twins of every test
+MAX_TWINS = 3  # kept per test
+MIN_TWINS = 2  # of every test that a bug makes fail
+MIXED_RUNS = 4  # runs with random twins that find tests which fail because another did
+TEST_SECONDS = 5.0  # of one test: some changed constants make endless loops
+VALIDATION_SHARE = 0.2  # of the functions
+BUGS_PER_MODIFIER = 8
+TASKS_PER_PACKAGE = 45
+WORKERS = 2
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug of the generator. `entity` is the function or class that was changed."""
+
+    strategy: str
+    digest: str
+    entity: str
+    patch: str
+
+    @property
+    def function(self) -> str:
+        return f"{patches.files(self.patch)[0].path}::{self.entity}"
+
+
+class Dropped(Exception):
+    """A bug that makes no task; the message is the reason it is counted under."""
+
+
+def make(names: Iterable[str], work: Path, say: Say) -> tuple[Json, list[Json]]:
+    """The suites of the packages, and the rows of the tasks; both also land in `work`."""
+    suites: Json = {}
+    rows: list[Json] = []
+    for name in names:
+        package = sources.packages()[name]
+        folder = work / name
+        folder.mkdir(parents=True, exist_ok=True)
+        found = _once(folder / "suite.json", functools.partial(reference, package, say))
+        suites[name] = found
+        suite = suite_of(package, found)
+        bugs = [
+            Bug(**bug) for bug in _once(folder / "bugs.json", functools.partial(generate, package))
+        ]
+        judged = _judge_all(package, suite, bugs, folder, say)
+        kept = [row for row in judged if "reason" not in row]
+        reasons = collections.Counter(row["reason"] for row in judged if "reason" in row)
+        say(f"{name}: {len(judged)} bugs judged, {len(kept)} tasks; dropped: {dict(reasons)}")
+        rows += kept
+    return suites, rows
+
+
+def _once(path: Path, make: Callable[[], object]) -> Any:
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(make(), ensure_ascii=False))
+        partial.rename(path)
+    return json.loads(path.read_text())
+
+
+# -- the suite as it is ----------------------------------------------------------------------------
+
+
+def suite_of(package: Package, found: Json, timeout_s: float | None = None) -> Suite:
+    """The suite of a package as `reference` found it, with no task in particular."""
+    return Suite(
+        python=str(sources.environment() / "bin" / "python"),
+        targets=package.targets,
+        fail_to_pass=frozenset(),
+        pass_to_pass=frozenset(found.get("stable", ())),
+        others=frozenset(found["others"]) if "others" in found else None,
+        twins={name: [tuple(e) for e in edits] for name, edits in found.get("twins", {}).items()},
+        paths=(package.path,),
+        timeout_s=timeout_s or max(60.0, 15 * found.get("seconds", 4.0)),
+    )
+
+
+def reference(package: Package, say: Say) -> Json:
+    """Which tests always pass, and their twins."""
+    tree, bare = sources.tree(package.name), suite_of(package, {}, 300)
+    orders = [None, *range(1, REFERENCE_RUNS)]
+    runs = [
+        cleanroom.run(tree, bare, shuffle=order, hash_seed=seed)
+        for seed, order in enumerate(orders)
+    ]
+    for report in runs:
+        if report.evidence or not report.outcomes:
+            raise sources.SourceError(f"{package.name}: the suite does not run: {report.evidence}")
+    collected = frozenset.union(*(report.collected for report in runs))
+    stable = {test for test in collected if all(r.passed(test) for r in runs) and addressable(test)}
+    seconds = max(report.seconds for report in runs)
+    say(f"{package.name}: {len(stable)} of {len(collected)} tests always pass, {seconds:.1f} s")
+    found = {"stable": sorted(stable), "others": sorted(collected - stable), "seconds": seconds}
+    found["twins"] = _twins(package, tree, found, say)
+    return found | {"runs": REFERENCE_RUNS, "seconds": round(seconds, 1)}
+
+
+def addressable(test_id: str) -> bool:
+    """True for ids that every witness and every log writes in the same way."""
+    return test_id.isascii() and test_id.isprintable()
+
+
+def _twins(package: Package, tree: Tree, found: Json, say: Say) -> Json:
+    """Changes to tests that were seen to fail, twice, without harm to other tests."""
+    tests = collections.Counter(map(twins.function_of, found["stable"]))
+    every = {name: edits for name in sorted(tests) if (edits := _candidates(tree, name))}
+    kept: dict[str, list[twins.Edit]] = {}
+    suite = suite_of(package, found, 300)
+    for attempt in range(TWIN_RUNS):
+        tried = {
+            name: edits[attempt]
+            for name, edits in every.items()
+            if attempt < len(edits) and len(kept.get(name, ())) < MAX_TWINS
+        }
+        if not tried:
+            break
+        failing = set(tried)
+        for hash_seed in (0, 7):
+            with_one = cleanroom.Suite(
+                **vars(suite) | {"twins": {n: [e] for n, e in tried.items()}}
+            )
+            changed = cleanroom.with_twins(tree, with_one, frozenset(tried), random.Random(0))
+            report = cleanroom.run(changed, suite, hash_seed=hash_seed, test_seconds=TEST_SECONDS)
+            failing &= {
+                twins.function_of(t) for t, how in report.outcomes.items() if how == "failed"
+            }
+        for name in failing:
+            kept.setdefault(name, []).append(tried[name])
+    kept = {name: edits for name, edits in sorted(kept.items()) if len(edits) >= MIN_TWINS}
+    suite = cleanroom.Suite(**vars(suite) | {"twins": kept})
+    rng = random.Random(SEED)
+    hurt: set[str] = set()
+    for _ in range(MIXED_RUNS):
+        half = frozenset(name for name in kept if rng.random() < 0.5)
+        for mask in (half, frozenset(kept) - half):
+            report = cleanroom.run(cleanroom.with_twins(tree, suite, mask, rng), suite)
+            for test in suite.pass_to_pass:
+                name = twins.function_of(test)
+                if name not in mask and not report.passed(test):
+                    hurt.add(name)
+            failed = {twins.function_of(t) for t, how in report.outcomes.items() if how == "failed"}
+            hurt |= mask - failed
+    say(f"{package.name}: {len(kept)} of {len(tests)} tests have twins, {len(hurt)} are touchy")
+    if hurt:
+        raise sources.SourceError(f"{package.name}: tests depend on each other: {sorted(hurt)[:5]}")
+    return dict(kept)
+
+
+def _candidates(tree: Tree, name: str) -> list[twins.Edit]:
+    path, _, inside = name.partition("::")
+    try:
+        source = tree[path].decode()
+        return twins.candidates(source, inside, random.Random(f"{SEED} {name}"))
+    except (KeyError, SyntaxError, UnicodeDecodeError):  # inherited, generated, not in that file
+        return []
+
+
+# -- bugs ------------------------------------------------------------------------------------------
+
+
+def generate(package: Package) -> list[Json]:
+    """What SWE-smith's generator makes of a package's modules."""
+    with tempfile.TemporaryDirectory(prefix="lr-smith-") as name:
+        folder = Path(name)
+        modules = tuple(f"{Path(package.path) / module}" for module in package.modules)
+        chosen = {
+            path: content
+            for path, content in sources.tree(package.name).items()
+            if path.startswith(tuple(f"{m}/" for m in modules))
+            or path.removesuffix(".py") in modules
+        }
+        cleanroom.stage(chosen, folder / "repository")
+        order = {
+            "owner": package.owner,
+            "name": package.name,
+            "commit": package.sdist_sha256[:8],
+            "folder": str(folder / "repository"),
+            "max_bugs": BUGS_PER_MODIFIER,
+            "seed": SEED,
+        }
+        (folder / "order.json").write_text(json.dumps(order))
+        adapter = Path(__file__).with_name("smith_adapter.py")
+        python = sources.environment("generator.lock") / "bin" / "python"
+        argv = [str(python), "-s", str(adapter), str(folder / "order.json")]
+        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise sources.SourceError(f"SWE-smith's generator failed on {package.name}: {last}")
+    bugs = [json.loads(line) for line in done.stdout.splitlines()]
+    seen: dict[str, Json] = {}
+    for bug in bugs:
+        bug["entity"] = re.sub(r"_[0-9a-f]{8}$", "", bug["entity"])  # a hash of its signature
+        seen.setdefault(bug["patch"], bug)  # two modifiers can make the same bug
+    unique = sorted(seen.values(), key=lambda bug: bug["digest"] + bug["strategy"])
+    random.Random(SEED).shuffle(unique)
+    return unique
+
+
+def _judge_all(
+    package: Package, suite: Suite, bugs: list[Bug], folder: Path, say: Say
+) -> list[Json]:
+    """The rows of the bugs that make tasks, and the reasons of the others, in their order."""
+    journal = folder / "judged.jsonl"
+    known = {row["key"]: row for row in map(json.loads, _lines(journal))}
+    rows: list[Json] = []
+    started = time.monotonic()
+    with ThreadPoolExecutor(WORKERS) as pool, journal.open("a") as log:
+        for start in range(0, len(bugs), WORKERS):
+            if sum("reason" not in row for row in rows) >= TASKS_PER_PACKAGE:
+                break
+            some = bugs[start : start + WORKERS]
+            fresh = [bug for bug in some if _key(bug) not in known]
+            for row in pool.map(lambda bug: _judged(package, suite, bug), fresh):
+                known[row["key"]] = row
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+            rows += [known[_key(bug)] for bug in some]
+            if fresh and len(rows) % 20 < WORKERS:
+                kept = sum("reason" not in row for row in rows)
+                spent = time.monotonic() - started
+                say(f"{package.name}: {len(rows)} of {len(bugs)} bugs, {kept} tasks, {spent:.0f} s")
+    return [{k: v for k, v in row.items() if k != "key"} for row in rows]
+
+
+def _lines(path: Path) -> Iterator[str]:
+    if path.exists():
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):  # else the run was killed while it was written
+                yield line
+
+
+def _key(bug: Bug) -> str:
+    return hashlib.sha256(bug.patch.encode()).hexdigest()[:16]
+
+
+def _judged(package: Package, suite: Suite, bug: Bug) -> Json:
+    try:
+        return {"key": _key(bug)} | judge(package, suite, bug)
+    except Dropped as reason:
+        return {"key": _key(bug), "reason": str(reason)}
+
+
+def judge(package: Package, suite: Suite, bug: Bug) -> Json:
+    """The row of a bug. Raises Dropped, with the reason, if it makes no task."""
+    if len(bug.patch.encode()) > MAX_PATCH_BYTES:
+        raise Dropped("patch too large")
+    clean = sources.tree(package.name)
+    try:
+        broken = apply(clean, bug.patch)
+        if apply(broken, patches.reverse(bug.patch)) != clean:
+            raise Dropped("patch cannot be undone")
+    except ValueError as error:
+        raise Dropped("patch cannot be applied") from error
+    reports = [
+        cleanroom.run(broken, suite, shuffle=order, hash_seed=seed)
+        for seed, order in ((0, None), (5, 5))[:BUG_RUNS]
+    ]
+    if any(report.exit_status is None or report.seconds > MAX_SUITE_S for report in reports):
+        raise Dropped("too slow")
+    if not all(report.outcomes for report in reports):
+        raise Dropped("cannot be imported")
+    failing = [{t for t in suite.pass_to_pass if not report.passed(t)} for report in reports]
+    if failing[0] != failing[1]:
+        raise Dropped("flaky")
+    failed = sorted(failing[0])
+    if not failed:
+        raise Dropped("no test fails")
+    if len(failed) > MAX_FAIL_TO_PASS:
+        raise Dropped("too many tests fail")
+    if len(suite.pass_to_pass) - len(failed) < MIN_PASS_TO_PASS:
+        raise Dropped("too few tests pass")
+    if any(twins.function_of(test) not in suite.twins for test in failed):
+        raise Dropped("a failing test has no twins")
+    return {
+        "instance_id": f"{repository(package)}.{bug.strategy}__{bug.digest}",
+        "package": package.name,
+        "strategy": bug.strategy,
+        "function": bug.function,
+        "split": split(package.name, bug.function).value,
+        "patch": bug.patch,
+        "FAIL_TO_PASS": failed,
+        "problem_statement": statement(package, bug),
+    }
+
+
+def repository(package: Package) -> str:
+    """The package's name in SWE-smith's way."""
+    return f"{package.owner}__{package.name}.{package.sdist_sha256[:8]}"
+
+
+def split(package: str, function: str) -> Split:
+    """Every bug of a function is in the same split."""
+    digest = hashlib.sha256(f"{SEED} {package} {function}".encode()).digest()
+    place = int.from_bytes(digest[:4]) / 2**32
+    return Split.VALIDATION if place < VALIDATION_SHARE else Split.TRAIN
+
+
+def statement(package: Package, bug: Bug) -> str:
+    """What the agent reads: a template, no language model. Hidden tests are not named."""
+    path, _, entity = bug.function.partition("::")
+    where = random.Random(f"{SEED} {bug.patch}").choice(
+        [
+            "Find it and mend it.",
+            f"It is probably in `{path}`. Find it and mend it.",
+            f"It seems to be in `{entity}` in `{path}`. Find it and mend it.",
+            f"Users suspect `{entity}` in `{path}`. Find out what is wrong there and mend it.",
+        ]
+    )
+    return (
+        f"The Python package {package.name} has a bug: something that worked before gives wrong "
+        f"results or errors. {where}\n\nThe repository is the current folder; "
+        f"`python -m pytest {' '.join(package.targets)}` runs its tests. They pass although the bug "
+        "is there: the tests that would show it are not in the repository. Change the package's "
+        "code only; tests and configuration are not looked at."
+    )
+
+
+def write(suites: Json, rows: list[Json], data: Path) -> None:
+    """Writes `suites.json` and `tasks.jsonl`, the checked-in form."""
+    unique = {row["patch"]: row for row in reversed(rows)}
+    lines = [json.dumps(row) + "\n" for row in reversed(unique.values())]
+    (data / "tasks.jsonl").write_text("".join(lines))
+    lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(suites.items())]
+    (data / "suites.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def report(rows: list[Json], say: Say) -> None:
+    """Counts, for people."""
+    counts = collections.Counter((row["package"], row["split"]) for row in rows)
+    for (package, part), count in sorted(counts.items()):
+        say(f"{package:12s} {part:10s} {count}")
+    print(f"{len(rows)} tasks", file=sys.stderr)
