@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import random
 import re
@@ -22,6 +23,7 @@ from lightning_ray.config import ConfigError
 from lightning_ray.records import Split
 from lightning_ray.report.statistics import Tally
 from lightning_ray.run.data import load_tasks
+from lightning_ray.tasks.swe import sources
 from lightning_ray.tasks.swe.preparation import (
     card,
     command,
@@ -31,6 +33,7 @@ from lightning_ray.tasks.swe.preparation import (
     reference,
     rows,
 )
+from lightning_ray.tasks.swe.preparation.local import Local
 from lightning_ray.tasks.swe.preparation.options import Options
 from lightning_ray.tasks.swe.preparation.probing import Fate
 from lightning_ray.tasks.swe.preparation.reference import SuiteRun
@@ -317,6 +320,44 @@ def test_what_an_environment_gives_away_is_asked_before_anything_runs() -> None:
     assert verdict.name == "leaked environment" and not runner.calls
 
 
+class Room(Local):
+    """Whether this machine happens to have a copy of the package is not asked here."""
+
+    def exposed(self, one: RepositoryTask) -> str | None:
+        return None
+
+
+@pytest.mark.slow
+def test_the_clean_room_finds_that_a_bug_does_what_its_row_says() -> None:
+    package = sources.packages()["xmltodict"]
+    clean = sources.tree(package.name)["xmltodict.py"].decode()
+    right = "self.namespace_separator.join((short_namespace, name))"
+    lines = clean.splitlines(keepends=True), clean.replace(right, "name").splitlines(keepends=True)
+    some = {"package": package.name, "sdist_sha256": package.sdist_sha256}
+    one = record(
+        **some,
+        patch="".join(difflib.unified_diff(*lines, "a/xmltodict.py", "b/xmltodict.py")),
+        FAIL_TO_PASS=["tests/test_xmltodict.py::test_namespace_collapse"],
+        PASS_TO_PASS=["tests/test_xmltodict.py::test_minimal"],
+    )
+    assert reference.check(one, Room(), 2, 60.0) is None
+    turned = one.model_copy(
+        update={"fail_to_pass": one.pass_to_pass, "pass_to_pass": one.fail_to_pass}
+    )
+    assert reference.check(turned, Room(), 1, 60.0).name == "bug without effect"
+    old = one.model_copy(update={"sdist_sha256": "0" * 64})
+    assert reference.check(old, Room(), 1, 60.0).name == "does not run"
+
+
+def test_a_row_that_needs_a_container_is_named_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "r.jsonl", [row("a")])
+    assert command.main(Path, [source, "--out", str(tmp_path), "validation_share=0"]) == 2
+    assert "a needs swebench/swesmith.x86_64" in (said := capsys.readouterr().err)
+    assert "reference_runs=0" in said
+
+
 # The pipeline
 
 FLAKY = {f"i{number}" for number in range(0, 100, 3)}
@@ -512,5 +553,6 @@ def test_every_option_and_every_filter_is_on_the_page(repository: Path) -> None:
     page = (repository / "docs" / "data.md").read_text()
     named = set(re.findall(r"^\| `?([a-z][a-z_ -]+[a-z])`? \|", page, re.MULTILINE))
     names = {one.name for one in filters.standard(Options(), frozenset())}
-    missing = {*Options.model_fields, *names, *reference.VERDICTS, *pipeline.PROBED} - named
-    assert not missing
+    assert not {*Options.model_fields, *names, *reference.VERDICTS, *pipeline.PROBED} - named
+    for field in Options.model_fields.values():
+        assert field.description in page

@@ -30,10 +30,12 @@ from lightning_ray.records import Split
 from lightning_ray.report.statistics import Tally
 from lightning_ray.run import command
 from lightning_ray.run.command import ModelResolver
+from lightning_ray.tasks.swe.cleanroom import RoomFault
 from lightning_ray.tasks.swe.preparation import card, pipeline
 from lightning_ray.tasks.swe.preparation.options import Options
 from lightning_ray.tasks.swe.preparation.pipeline import Outcome
 from lightning_ray.tasks.swe.preparation.reference import Runner
+from lightning_ray.tasks.swe.sources import SourceError
 
 
 def main(resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int:
@@ -57,7 +59,7 @@ def main(resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int
             outcome = pipeline.probed(arguments.out, outcome, options, tallies)
         _report(outcome, arguments.out, options)
         return 0
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, RoomFault, SourceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
