@@ -7,6 +7,8 @@ import difflib
 import json
 import random
 import re
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
@@ -18,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
+from runs import PATIENCE, ROOT
 
 from lightning_ray.config import ConfigError
 from lightning_ray.records import Split
@@ -501,6 +504,62 @@ def test_the_probe_drops_and_counts_and_can_be_repeated(tmp_path: Path) -> None:
         assert len(read_lines(tmp_path / pipeline.DROPPED)) == 3
     with pytest.raises(ConfigError, match="none of the 6 tasks"):
         pipeline.probed(tmp_path, outcome, options, {"other": Tally(1, 4)})
+
+
+GRADER = """
+import json, sys
+question = json.load(sys.stdin)
+sample = int(question["episode"]["rollout_id"].rpartition("-r")[2])
+solved = sample < int(question["task"]["fields"]["strategy"])
+print(json.dumps({"value": float(solved), "solved": solved}))
+"""
+PROBE = f"""
+run: {{name: probe}}
+model: {{path: tiny, dtype: float32, max_model_len: 512}}
+engine: {{threads: 1}}
+sampling: {{max_tokens: 8, validation_temperature: 0.5}}
+gateway: {{port: 0}}
+harness:
+  args: [--model-class, litellm_textbased, -c, "pkg:lightning_ray.tasks.swe/mini.yaml"]
+rollout: {{concurrency: 4, timeout_s: 300}}
+task: {{prepare: null, collect: null, grader: null, grader_command: [{sys.executable}, GRADER]}}
+"""
+
+
+@pytest.mark.slow
+def test_a_probe_with_the_real_harness_counts_exactly_what_was_solved(tmp_path: Path) -> None:
+    """Five tasks, of which the grader says that 0, 0, 1, 2 and all of 2 rollouts solve them."""
+    shares = [0, 0, 1, 2, 1]
+    some = [
+        row(f"i{n}", patch=diff(RIGHT, f"    return {n}"), strategy=str(share))
+        for n, share in enumerate(shares)
+    ]
+    source, out = write(tmp_path / "rows.jsonl", some), tmp_path / "out"
+    (tmp_path / "grader.py").write_text(GRADER)
+    (tmp_path / "probe.yaml").write_text(PROBE.replace("GRADER", str(tmp_path / "grader.py")))
+    done = subprocess.run(
+        [
+            sys.executable,
+            "jobs/prepare_swe.py",
+            source,
+            f"--out={out}",
+            f"--probe={tmp_path / 'probe.yaml'}",
+            "samples=2",
+            "hard_share=0.5",
+            "reference_runs=0",
+            "validation_share=0",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((out / "card.json").read_text())
+    assert found["probe"] == {"0": 2, "1": 2, "2": 1}
+    assert found["splits"]["train"]["dropped"] == {"solved by none": 1, "solved by all": 1}
+    kept = [task["task_id"] for task in read_lines(out / pipeline.TRAIN)]
+    assert {"i2", "i4"} < set(kept) and len(kept) == 3
 
 
 # The card and the command line

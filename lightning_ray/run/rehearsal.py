@@ -29,7 +29,7 @@ ROLLOUTS = 4
 VALIDATION = "lightning_ray.tasks.swe.embedded:few"
 # The tiny model writes commands in code blocks, and answers to this prompt only.
 HARNESS = "mini-swe-agent"
-HARNESS_ARGS = ["--model-class=litellm_textbased", "--config=pkg:lightning_ray.tasks.swe/mini.yaml"]
+HARNESS_ARGS = ["--model-class=litellm_textbased", "-c", "pkg:lightning_ray.tasks.swe/mini.yaml"]
 # Kept from the model's section; everything else of it is about the big model.
 _KEPT_OF_MODEL = ("keep_reasoning", "lora_rank", "lora_alpha")
 
