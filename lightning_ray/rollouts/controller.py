@@ -244,13 +244,22 @@ class RolloutController:
                 attempt.spec.rollout_id, task.grader_timeout_s
             )
             return posted or GraderFault(f"no reward was posted within {task.grader_timeout_s:g} s")
-        texts = tuple(await self._store.texts.remote(attempt_id))
+        texts, prompt_tokens = await self._store.said.remote(attempt_id)
         if attempt_id in self._stopped:
             return GraderFault("cancelled")
         request = GradeRequest(
             task=attempt.spec.task,
             result=result,
-            episode=Episode(attempt.spec.rollout_id, attempt_id, outcome, detail, texts),
+            episode=Episode(
+                attempt.spec.rollout_id,
+                attempt_id,
+                outcome,
+                detail,
+                tuple(texts),
+                attempt.spec.split,
+                prompt_tokens,
+                task.grader_options,
+            ),
             grader=grader,
             limits=self._limits(task.grader_timeout_s),
             log=self._config.run_dir / "rollouts" / attempt_id / "grader.log",

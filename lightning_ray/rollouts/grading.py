@@ -18,11 +18,11 @@ import pkgutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_ray.records import Json, Outcome, Reward, Task
+from lightning_ray.records import Json, Outcome, Reward, Split, Task
 from lightning_ray.rollouts import process
 from lightning_ray.rollouts.process import EndedBy, Limits
 
@@ -37,6 +37,9 @@ class Episode:
     outcome: Outcome
     detail: str
     texts: tuple[str, ...]
+    split: Split = Split.TRAIN
+    prompt_tokens: int = 0  # of the longest prompt
+    options: Json = field(default_factory=dict)  # `task.grader_options`
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,12 @@ def _main(name: str) -> None:
         Task(**question["task"]),
         question["result"],
         Episode(
-            **episode | {"outcome": Outcome(episode["outcome"]), "texts": tuple(episode["texts"])}
+            **episode
+            | {
+                "outcome": Outcome(episode["outcome"]),
+                "texts": tuple(episode["texts"]),
+                "split": Split(episode["split"]),
+            }
         ),
     )
     if not isinstance(reward, Reward):

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from lightning_ray.records import Json, Outcome, Task
 from lightning_ray.rollouts import harness, process
 from lightning_ray.rollouts.forkserver import PreloadError
@@ -88,6 +90,17 @@ class AttemptResult:
     cpu_seconds: float = 0.0
 
 
+class Setting(BaseModel):
+    """What `prepare` may return: environment variables of the harness, folders before its PATH, and
+    what it can read besides its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    env: dict[str, str] = {}
+    path: list[str] = []
+    readable: list[str] = []
+
+
 class _FamilyError(Exception):
     """A function of the task family failed."""
 
@@ -129,6 +142,8 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
     venv = install(recipe)
     base = process.base_environment(home, tmp)
     readable = harness.readable(recipe, venv, base["PATH"])
+    setting = _prepare(request, workspace)
+    readable = [*readable, *map(Path, setting.readable)]
     sandbox, url = around(box, request.root_url, readable, request.sandbox)
     values = Values(
         base_url=f"{url}/v1",
@@ -151,11 +166,10 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(harness.fill(content, values))
     shared = Path(tempfile.gettempdir())
-    if request.prepare:
-        _family("task.prepare", request.prepare, request.task, workspace)
+    base["PATH"] = os.pathsep.join([*setting.path, base["PATH"]])
     report = process.run(
         argv,
-        env=base | ({"TMPDIR": "/tmp"} if sandbox else {}) | env,
+        env=base | ({"TMPDIR": "/tmp"} if sandbox else {}) | setting.env | env,
         cwd=Path(harness.fill(recipe.cwd, values)),
         log=request.log_dir / "harness.log",
         limits=request.limits,
@@ -177,6 +191,22 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
     return AttemptResult(
         outcome, detail, result, report.seconds, report.peak_rss_bytes, report.cpu_seconds
     )
+
+
+def _prepare(request: AttemptRequest, workspace: Path) -> Setting:
+    """Lets the task family fill the workspace."""
+    if request.prepare is None:
+        return Setting()
+    given = _family("task.prepare", request.prepare, request.task, workspace)
+    try:
+        return Setting.model_validate({} if given is None else given)
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        where = ".".join(map(str, first["loc"])) or "what it returned"
+        raise _FamilyError(
+            f"task.prepare={request.prepare} must return nothing, or an object with env, path and "
+            f"readable: {where}: {first['msg']}"
+        ) from error
 
 
 def _family(key: str, name: str, task: Task, workspace: Path) -> Json | None:

@@ -246,6 +246,9 @@ class StoreActor:
     async def texts(self, attempt_id: str) -> list[str]:
         return await self._run(RolloutStore.texts, attempt_id)
 
+    async def said(self, attempt_id: str) -> tuple[list[str], int]:
+        return await self._run(RolloutStore.said, attempt_id)
+
     # -- the operator's side: see `Queries` -----------------------------------------------------
 
     async def unfinished(self) -> list[RolloutSpec]:

@@ -1,7 +1,7 @@
 """Makes repair tasks out of packages with good tests, without a network but for pip's.
 
-For each package of the manifest: `reference` runs its suite under other hash seeds and orders, keeps
-the tests that always pass, and finds twins for them (`twins.py`); `generate` lets SWE-smith's
+For each package of the manifest: `reference` runs its suite under other hash seeds and orders,
+keeps the tests that always pass, and finds twins for them (`twins.py`); `generate` lets SWE-smith's
 procedural generator, unmodified and in an environment of its own, write bugs; `judge` runs the
 suite on each bug twice and keeps it if a few tests fail for it, the same ones both times. All is
 written to a work folder as soon as it is known, so that an interrupted run goes on where it was.
@@ -31,7 +31,7 @@ from typing import Any
 
 from lightning_ray.records import Json, Split
 from lightning_ray.tasks.swe import cleanroom, patches, sources, twins
-from lightning_ray.tasks.swe.cleanroom import Suite, Tree
+from lightning_ray.tasks.swe.evidence import Suite, Tree
 from lightning_ray.tasks.swe.sources import Package
 from lightning_ray.tasks.swe.trees import apply
 
@@ -40,7 +40,7 @@ REFERENCE_RUNS = 3
 BUG_RUNS = 2
 MAX_FAIL_TO_PASS = 20
 MIN_PASS_TO_PASS = 10
-MAX_SUITE_S = 30.0
+MAX_SUITE_S = 30.0  # of a processor: the clock depends on what else the machine does
 MAX_PATCH_BYTES = 2000  # a few changed lines; more would be a copy of somebody's function
 TWIN_RUNS = 6  # tries to find twins of every test
 MAX_TWINS = 3  # kept per test
@@ -106,7 +106,7 @@ def _once(path: Path, make: Callable[[], object]) -> Any:
 # -- the suite as it is ----------------------------------------------------------------------------
 
 
-def suite_of(package: Package, found: Json, timeout_s: float | None = None) -> Suite:
+def suite_of(package: Package, found: Json) -> Suite:
     """The suite of a package as `reference` found it, with no task in particular."""
     return Suite(
         python=str(sources.environment() / "bin" / "python"),
@@ -116,13 +116,14 @@ def suite_of(package: Package, found: Json, timeout_s: float | None = None) -> S
         others=frozenset(found["others"]) if "others" in found else None,
         twins={name: [tuple(e) for e in edits] for name, edits in found.get("twins", {}).items()},
         paths=(package.path,),
-        timeout_s=timeout_s or max(60.0, 15 * found.get("seconds", 4.0)),
+        timeout_s=300,
+        cpu_s=60,
     )
 
 
 def reference(package: Package, say: Say) -> Json:
     """Which tests always pass, and their twins."""
-    tree, bare = sources.tree(package.name), suite_of(package, {}, 300)
+    tree, bare = sources.tree(package.name), suite_of(package, {})
     orders = [None, *range(1, REFERENCE_RUNS)]
     runs = [
         cleanroom.run(tree, bare, shuffle=order, hash_seed=seed)
@@ -133,7 +134,7 @@ def reference(package: Package, say: Say) -> Json:
             raise sources.SourceError(f"{package.name}: the suite does not run: {report.evidence}")
     collected = frozenset.union(*(report.collected for report in runs))
     stable = {test for test in collected if all(r.passed(test) for r in runs) and addressable(test)}
-    seconds = max(report.seconds for report in runs)
+    seconds = max(report.cpu_seconds for report in runs)
     say(f"{package.name}: {len(stable)} of {len(collected)} tests always pass, {seconds:.1f} s")
     found = {"stable": sorted(stable), "others": sorted(collected - stable), "seconds": seconds}
     found["twins"] = _twins(package, tree, found, say)
@@ -150,7 +151,7 @@ def _twins(package: Package, tree: Tree, found: Json, say: Say) -> Json:
     tests = collections.Counter(map(twins.function_of, found["stable"]))
     every = {name: edits for name in sorted(tests) if (edits := _candidates(tree, name))}
     kept: dict[str, list[twins.Edit]] = {}
-    suite = suite_of(package, found, 300)
+    suite = suite_of(package, found)
     for attempt in range(TWIN_RUNS):
         tried = {
             name: edits[attempt]
@@ -161,9 +162,7 @@ def _twins(package: Package, tree: Tree, found: Json, say: Say) -> Json:
             break
         failing = set(tried)
         for hash_seed in (0, 7):
-            with_one = cleanroom.Suite(
-                **vars(suite) | {"twins": {n: [e] for n, e in tried.items()}}
-            )
+            with_one = Suite(**vars(suite) | {"twins": {n: [e] for n, e in tried.items()}})
             changed = cleanroom.with_twins(tree, with_one, frozenset(tried), random.Random(0))
             report = cleanroom.run(changed, suite, hash_seed=hash_seed, test_seconds=TEST_SECONDS)
             failing &= {
@@ -172,7 +171,7 @@ def _twins(package: Package, tree: Tree, found: Json, say: Say) -> Json:
         for name in failing:
             kept.setdefault(name, []).append(tried[name])
     kept = {name: edits for name, edits in sorted(kept.items()) if len(edits) >= MIN_TWINS}
-    suite = cleanroom.Suite(**vars(suite) | {"twins": kept})
+    suite = Suite(**vars(suite) | {"twins": kept})
     rng = random.Random(SEED)
     hurt: set[str] = set()
     for _ in range(MIXED_RUNS):
@@ -300,7 +299,7 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
         cleanroom.run(broken, suite, shuffle=order, hash_seed=seed)
         for seed, order in ((0, None), (5, 5))[:BUG_RUNS]
     ]
-    if any(report.exit_status is None or report.seconds > MAX_SUITE_S for report in reports):
+    if any(report.exit_status is None or report.cpu_seconds > MAX_SUITE_S for report in reports):
         raise Dropped("too slow")
     if not all(report.outcomes for report in reports):
         raise Dropped("cannot be imported")
@@ -354,9 +353,9 @@ def statement(package: Package, bug: Bug) -> str:
     return (
         f"The Python package {package.name} has a bug: something that worked before gives wrong "
         f"results or errors. {where}\n\nThe repository is the current folder; "
-        f"`python -m pytest {' '.join(package.targets)}` runs its tests. They pass although the bug "
-        "is there: the tests that would show it are not in the repository. Change the package's "
-        "code only; tests and configuration are not looked at."
+        f"`python -m pytest {' '.join(package.targets)}` runs its tests. They pass although the "
+        "bug is there: the tests that would show it are not in the repository. Change the "
+        "package's code only; tests and configuration are not looked at."
     )
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import filelock
 from pydantic import BaseModel, ConfigDict, Field
 
-from lightning_ray.tasks.swe.cleanroom import Tree
+from lightning_ray.tasks.swe.evidence import Tree
 
 DATA = Path(__file__).with_name("data")
 _DONE = "installed"  # written last: an environment without it is half an installation

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_ray.tasks.swe import patches, twins
-from lightning_ray.tasks.swe.cleanroom import Tree, stage
+from lightning_ray.tasks.swe.cleanroom import stage
+from lightning_ray.tasks.swe.evidence import Tree
 
 
 def apply(tree: Tree, diff: str) -> Tree:

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from typing import Any
 
 RANK = ("passed", "xfailed", "xpassed", "skipped", "failed")  # a test's worst phase is its outcome
@@ -90,6 +91,7 @@ def main() -> None:
         "names": recorder.names,
         "outcomes": recorder.outcomes,
         "errors": recorder.errors,
+        "cpu": time.process_time(),
     }
     write(dumps(report).encode() + b"\n")
     sys.stdout.flush()

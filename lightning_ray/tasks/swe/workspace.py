@@ -16,7 +16,7 @@ import errno
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -44,6 +44,10 @@ PROTECTED_NAMES = (
     "setup.cfg",
     "tox.ini",
     "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "*.pyc",
 )
 
 
@@ -89,13 +93,34 @@ def is_protected(path: str) -> bool:
     )
 
 
+def acceptable(path: str, also: Set[str] = frozenset()) -> bool:
+    """True for a plain relative path of a file that a harness may change; `also` names further
+    protected ones."""
+    try:
+        check_path(path)
+    except ValueError:
+        return False
+    return not is_protected(path) and path not in also
+
+
 def collect(task: Task, workspace: Path) -> dict[str, Any]:
-    """What changed in `workspace` against the task's files.
+    """What changed in `workspace` against the task's files: see `changes`."""
+    files: dict[str, str] = task.fields.get("files", {})
+    return changes({path: text.encode() for path, text in files.items()}, workspace)
+
+
+def changes(
+    before: Mapping[str, bytes],
+    workspace: Path,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    also: Set[str] = frozenset(),
+) -> dict[str, Any]:
+    """What changed in `workspace` against the files `before`. `also` are further protected paths.
 
     Returns: `{"files": {path: text, or None if deleted}, "refused": [{"path", "reason"}], "patch":
-    the files as a unified diff that git applies}`.
+    the files as a unified diff that git applies, but for those that were not text before}`.
     """
-    before: dict[str, str] = task.fields.get("files", {})
     files: dict[str, str | None] = {}
     refused: dict[str, str] = {}
     seen: set[str] = set()
@@ -106,20 +131,27 @@ def collect(task: Task, workspace: Path) -> dict[str, Any]:
             break
         seen.add(path)
         try:
-            text = _read(path, entry)
+            largest = max(max_file_bytes, len(before.get(path, b"")))
+            content, odd = _read(path, entry, largest)
+            if odd:
+                refused[path] = "its mode does not count"
+            if content == before.get(path):
+                continue
+            text = content.decode()
+        except UnicodeDecodeError:
+            refused[_printable(path)] = "not UTF-8 text"
+            continue
         except ValueError as problem:
             refused[_printable(path)] = str(problem)
             continue
-        if text == before.get(path):
-            continue
-        if is_protected(path):
+        if not acceptable(path, also):
             refused[path] = "decides how tests run"
         elif len(files) >= MAX_FILES:
             refused[path] = f"more than {MAX_FILES} changed files"
         else:
             files[path] = text
     for path in sorted(before.keys() - seen):
-        if is_protected(path):
+        if not acceptable(path, also):
             refused[path] = "deleted, but decides how tests run"
         else:
             files[path] = None
@@ -130,8 +162,12 @@ def collect(task: Task, workspace: Path) -> dict[str, Any]:
     }
 
 
-def _diff(path: str, before: str | None, after: str | None) -> str:
+def _diff(path: str, content: bytes | None, after: str | None) -> str:
     """A unified diff of one file, as `git apply` reads it; None: there is no such file."""
+    try:
+        before = None if content is None else content.decode()
+    except UnicodeDecodeError:  # a text diff cannot say what it was
+        return ""
     old, new = (_quoted(prefix + path) for prefix in ("a/", "b/"))
     head = f"diff --git {old} {new}\n"
     if before is None:
@@ -172,13 +208,16 @@ def _walk(root: Path) -> Iterator[tuple[str, os.DirEntry[str] | OSError]]:
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
                 yield prefix + entry.name, entry
+            elif entry.name == ".git" and prefix:
+                yield prefix + entry.name, OSError(errno.EISDIR, "a repository of its own")
             elif entry.name not in IGNORED_FOLDERS:
                 below.append(f"{prefix}{entry.name}/")
         folders += reversed(below)
 
 
-def _read(path: str, entry: os.DirEntry[str] | OSError) -> str:
-    """The text of a small regular file. Raises ValueError, with the reason, for anything else."""
+def _read(path: str, entry: os.DirEntry[str] | OSError, most: int) -> tuple[bytes, bool]:
+    """What is in a small regular file, and whether its mode is more than a text's. Raises
+    ValueError, with the reason, for anything else."""
     if isinstance(entry, OSError):
         raise ValueError(f"cannot be read: {entry.strerror}")
     if not entry.is_file(follow_symlinks=False):
@@ -191,13 +230,10 @@ def _read(path: str, entry: os.DirEntry[str] | OSError) -> str:
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
     with open(descriptor, "rb") as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8 text") from None
+        mode, content = os.fstat(descriptor).st_mode, file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"larger than {most} bytes")
+    return content, bool(mode & 0o7111)
 
 
 def _printable(path: str) -> str:
