@@ -74,10 +74,14 @@ class Change:
         return {line[1:] for _, _, line in self.lines if line[0] == sign}
 
 
-def standard(options: Options, held_out: frozenset[str]) -> list[Filter]:
+def standard(
+    options: Options,
+    held_out: frozenset[str] = frozenset(),
+    other_ids: frozenset[str] = frozenset(),
+) -> list[Filter]:
     """The filters that need nothing but the rows. `held_out` are `keys` of tasks that are kept for
-    validation or a benchmark."""
-    twins, seen = Duplicates(options.similar), set[str]()
+    validation or a benchmark, `other_ids` the ids of other splits."""
+    twins, seen = Duplicates(options.similar), set(other_ids)
     return [
         Filter(
             "repeated id",
@@ -222,16 +226,18 @@ def repository(name: str) -> str:
 
 
 def functions(record: RepositoryTask) -> frozenset[str]:
-    """The functions and classes that a record's patch changes, as `repository:path::name`, and the
-    one that it names itself.
+    """The functions and classes that a record's patch changes, as `repository:path::name`: the one
+    that it names itself, or those that the diff shows. Changes whose function a diff does not show
+    (it has no headings) count as one function of their file, so that nothing leaks.
 
     Raises:
         PatchError: the patch cannot be read.
     """
     where = repository(record.repo)
-    named = {record.function} if record.function else set()
-    changed = {f"{path}::{name}" for path, name, _ in Change(record).lines}
-    return frozenset(f"{where}:{function}" for function in named | changed)
+    found = {f"{path}::{name}" for path, name, _ in Change(record).lines}
+    return frozenset(
+        f"{where}:{name}" for name in ([record.function] if record.function else found)
+    )
 
 
 def keys(record: RepositoryTask, separate: Literal["function", "repository"]) -> frozenset[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lightning_ray.config import ConfigError
 from lightning_ray.tasks.swe import cleanroom, sources, trees
-from lightning_ray.tasks.swe.cleanroom import Suite
+from lightning_ray.tasks.swe.evidence import Suite
 from lightning_ray.tasks.swe.patches import PatchError
 from lightning_ray.tasks.swe.preparation.reference import SuiteRun
 from lightning_ray.tasks.swe.record import RepositoryTask

@@ -89,7 +89,7 @@ def clean(
         {name: rows.fingerprint(name) for name in held_out},
     )
     checks = _Checks(out / CHECKS, runner, options)
-    dropped: list[str] = []
+    dropped, ids = list[str](), set[str]()
     benchmark = _read(held_out, options, None)
     taken = {key for one in benchmark for key in _keys(one, options.separate_held_out)}
     for split in (Split.VALIDATION, Split.TRAIN):
@@ -99,7 +99,9 @@ def clean(
         counted = outcome if split is Split.VALIDATION else None
         mine = _of_split(_read(found, options, counted), split, options, account)
         # What validation holds nobody trains on, and a benchmark may hold what validation does.
-        rules = filters.standard(options, frozenset(taken if split is Split.TRAIN else ()))
+        rules = filters.standard(
+            options, frozenset(taken if split is Split.TRAIN else ()), frozenset(ids)
+        )
         outcome.meanings |= {rule.name: rule.meaning for rule in rules} | reference.VERDICTS
         name = VALIDATION if split is Split.VALIDATION else CLEANED
         with _Whole(out / name) as file:
@@ -110,6 +112,7 @@ def clean(
                     account.kept += 1
                     counts[filters.repository(record.repo)] += 1
                     file.write(_line(record.to_task()))
+                    ids.add(record.instance_id)
                     if split is Split.VALIDATION:
                         taken |= filters.keys(record, options.separate)
                 progress(split, account.read, account.kept)
