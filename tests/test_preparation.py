@@ -373,7 +373,7 @@ RUNS = 5  # of a record: three with the fix, two with the bug
 
 
 def files(out: Path) -> dict[str, str]:
-    names = (pipeline.TRAIN, pipeline.VALIDATION, pipeline.CLEANED, pipeline.DROPPED)
+    names = (pipeline.VALIDATION, pipeline.CLEANED, pipeline.DROPPED)
     return {name: (out / name).read_text() for name in names}
 
 
@@ -393,7 +393,7 @@ def test_every_row_has_one_end_and_an_interrupted_run_ends_as_one_that_was_not(
         for split, account in outcome.splits.items():
             assert account.balanced
             assert account.dropped == {f: n for (s, f), n in dropped.items() if s == split}
-        kept = [t["task_id"] for t in read_lines(whole / pipeline.TRAIN)]
+        kept = [t["task_id"] for t in read_lines(whole / pipeline.CLEANED)]
         assert len(kept) == outcome.splits[Split.TRAIN].kept
         assert not FLAKY & set(kept)
 
@@ -423,9 +423,9 @@ def test_training_and_validation_share_no_function(tmp_path: Path) -> None:
     )
     split = {
         name: {task["task_id"].partition("-")[0] for task in read_lines(tmp_path / name)}
-        for name in (pipeline.TRAIN, pipeline.VALIDATION)
+        for name in (pipeline.CLEANED, pipeline.VALIDATION)
     }
-    assert not split[pipeline.TRAIN] & split[pipeline.VALIDATION]
+    assert not split[pipeline.CLEANED] & split[pipeline.VALIDATION]
     assert 25 <= len(split[pipeline.VALIDATION]) <= 75  # of 200, a quarter expected
     assert sum(account.kept for account in outcome.splits.values()) == 400
     # Rows that are added later change nobody's split.
@@ -444,7 +444,7 @@ def test_nothing_is_trained_on_of_a_held_out_repository(tmp_path: Path) -> None:
     held_out = write(tmp_path / "bench.jsonl", [benchmark])
     options = Options(validation_share=0)
     outcome = pipeline.clean([source], [held_out], tmp_path / "out", options, None)
-    assert [task["task_id"] for task in read_lines(tmp_path / "out" / pipeline.TRAIN)] == ["b"]
+    assert [task["task_id"] for task in read_lines(tmp_path / "out" / pipeline.CLEANED)] == ["b"]
     assert outcome.splits[Split.TRAIN].dropped == {"overlap": 1}
 
 
@@ -454,6 +454,7 @@ def test_the_result_is_what_a_run_reads_and_the_gold_patch_of_swe_bench_is_not_i
     bench = row("v", repo="acme/x", base_commit="c", test_patch="", patch=diff(WRONG, RIGHT))
     source = write(tmp_path / "r.jsonl", [row("a"), bench])
     pipeline.clean([source], [], tmp_path / "out", Options(validation_share=0), None)
+    pipeline.unprobed(tmp_path / "out")
     tasks = load_tasks(str(tmp_path / "out" / pipeline.TRAIN), "task.train")
     assert [task.task_id for task in tasks] == ["a", "v"]
     assert RepositoryTask.from_task(tasks[0]) == record("a")
@@ -496,6 +497,7 @@ def test_the_probe_drops_and_counts_and_can_be_repeated(tmp_path: Path) -> None:
     tallies = {f"i{n}": Tally(solved, 4) for n, solved in enumerate((0, 0, 1, 3, 4))}
     for _ in range(2):
         outcome = pipeline.clean([source], [], tmp_path, options, None)
+        assert not (tmp_path / pipeline.TRAIN).exists()  # what is there is complete
         pipeline.probed(tmp_path, outcome, options, tallies)
         assert outcome.splits[Split.TRAIN].dropped == {
             "solved by all": 1,

@@ -57,6 +57,8 @@ def main(resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int
             if tallies is None:
                 return 2
             outcome = pipeline.probed(arguments.out, outcome, options, tallies)
+        else:
+            pipeline.unprobed(arguments.out)
         _report(outcome, arguments.out, options)
         return 0
     except (ConfigError, OSError, RoomFault, SourceError) as error:

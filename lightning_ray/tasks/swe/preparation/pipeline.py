@@ -1,12 +1,12 @@
 """From rows to clean training and validation tasks, with an account of every row that was dropped.
 
 `clean` reads sources, splits them, applies the filters of `filters.py` and the reference runs of
-`reference.py`, and writes the tasks; `probed` then keeps those that a base model solves sometimes.
-Validation comes first, so that what is kept there is held out of training.
+`reference.py`, and writes the tasks; `probed` then keeps those that a base model solves sometimes,
+or `unprobed` all. Validation comes first, so that what is kept there is held out of training.
 
 Invariants: rows read = unreadable + kept + the sum of what each filter dropped, for every split;
-files appear whole or not at all; a run that was interrupted and started again writes the same bytes
-as one that was not, and repeats no reference run.
+files appear whole or not at all, `train.jsonl` last; a run that was interrupted and started again
+writes the same bytes as one that was not, and repeats no reference run.
 """
 
 from __future__ import annotations
@@ -77,13 +77,14 @@ def clean(
     runner: Runner | None,
     progress: Progress = lambda *_: None,
 ) -> Outcome:
-    """Writes `validation.jsonl`, `cleaned.jsonl`, `train.jsonl` (the same until a probe) and
-    `dropped.jsonl` into `out`. `runner` is None if there are no reference runs.
+    """Writes `validation.jsonl`, `cleaned.jsonl`, `dropped.jsonl` into `out`. `runner` is None if
+    there are no reference runs.
 
     Raises:
         RowsError, ConfigError: a source cannot be read, or a row of one is no task.
     """
     out.mkdir(parents=True, exist_ok=True)
+    (out / TRAIN).unlink(missing_ok=True)
     outcome = Outcome(
         {name: rows.fingerprint(name) for name in found},
         {name: rows.fingerprint(name) for name in held_out},
@@ -102,7 +103,8 @@ def clean(
         rules = filters.standard(
             options, frozenset(taken if split is Split.TRAIN else ()), frozenset(ids)
         )
-        outcome.meanings |= {rule.name: rule.meaning for rule in rules} | reference.VERDICTS
+        outcome.meanings |= {rule.name: rule.meaning for rule in rules}
+        outcome.meanings |= reference.VERDICTS if checks.wanted else {}
         name = VALIDATION if split is Split.VALIDATION else CLEANED
         with _Whole(out / name) as file:
             for record, rule, reason in checks.apply(_cheap(rules, mine, dropped, split, account)):
@@ -118,12 +120,16 @@ def clean(
                 progress(split, account.read, account.kept)
         assert account.balanced, account
     _replace(out / DROPPED, "".join(dropped))
-    _copy(out / CLEANED, out / TRAIN, lambda _: True)
     return outcome
 
 
+def unprobed(out: Path) -> None:
+    """Writes `train.jsonl` with all that was cleaned."""
+    _copy(out / CLEANED, out / TRAIN, lambda _: True)
+
+
 def probed(out: Path, outcome: Outcome, options: Options, tallies: Mapping[str, Tally]) -> Outcome:
-    """Rewrites `train.jsonl` with the tasks of `cleaned.jsonl` that the probe keeps, and adds the
+    """Writes `train.jsonl` with the tasks of `cleaned.jsonl` that the probe keeps, and adds the
     others to `dropped.jsonl`. `tallies` are the probe's graded rollouts by task id.
 
     Raises:
@@ -254,6 +260,7 @@ class _Checks:
 
     def __init__(self, path: Path, runner: Runner | None, options: Options) -> None:
         self._path, self._runner, self._options = path, runner, options
+        self.wanted = runner is not None and options.reference_runs > 0
         self._known: dict[str, Verdict | None] = {}
         self._lock = Lock()
         # The last line of a killed run may be cut off: it goes.
@@ -267,7 +274,7 @@ class _Checks:
 
     def apply(self, found: Iterable[RepositoryTask]) -> Iterator[tuple[RepositoryTask, str, str]]:
         """As `filters.apply`; the order stays."""
-        if self._runner is None or not self._options.reference_runs:
+        if not self.wanted:
             yield from ((record, "", "") for record in found)
             return
         for record, verdict in _ordered(self._check, found, self._options.workers):
