@@ -459,6 +459,9 @@ def test_the_result_is_what_a_run_reads_and_the_gold_patch_of_swe_bench_is_not_i
     assert [task.task_id for task in tasks] == ["a", "v"]
     assert RepositoryTask.from_task(tasks[0]) == record("a")
     assert RIGHT.strip() not in json.dumps(tasks[1].fields)
+    # What was made can be read again, to be cleaned anew or held out.
+    again = rows.records(str(tmp_path / "out" / pipeline.TRAIN))
+    assert [found.record.instance_id for found in again] == ["a", "v"]
 
 
 # The probe

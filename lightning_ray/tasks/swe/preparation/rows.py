@@ -10,6 +10,7 @@ same source twice gives the same rows in the same order; no whole data set is he
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -52,8 +53,11 @@ def records(source: str, format: Format | None = None) -> Iterator[Found]:
             yield Found(where, None, row)
             continue
         try:
+            if "task_id" in row and "instance_id" not in row:
+                names = {"instance_id": row["task_id"], "problem_statement": row["statement"]}
+                row = {"patch": "", **row, **names}
             yield Found(where, RepositoryTask.from_row(row, format))
-        except RecordError as error:
+        except (RecordError, KeyError) as error:
             yield Found(where, None, str(error))
 
 
@@ -145,6 +149,7 @@ def _path(source: str) -> tuple[Path | None, str]:
     return None, split
 
 
+@functools.lru_cache(maxsize=4)  # it is read several times, and memory-mapped
 def _load(source: str) -> Any:
     """A data set that `datasets` knows, from disk or from the hub.
 
