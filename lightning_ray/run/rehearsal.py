@@ -17,7 +17,6 @@ import json
 from typing import Any
 
 from lightning_ray.config import RunConfig
-from lightning_ray.sections import EngineSection, GatewaySection, ModelSection, TaskSection
 
 MODEL = "tiny"
 CONTEXT_TOKENS = 512  # several times what the embedded tasks need
@@ -30,21 +29,24 @@ VALIDATION = "lightning_ray.tasks.swe.embedded:few"
 # The tiny model writes commands in code blocks, and answers to this prompt only.
 HARNESS = "mini-swe-agent"
 HARNESS_ARGS = ["--model-class=litellm_textbased", "-c", "pkg:lightning_ray.tasks.swe/mini.yaml"]
-# Kept from the model's section; everything else of it is about the big model.
-_KEPT_OF_MODEL = ("keep_reasoning", "lora_rank", "lora_alpha")
+# Sections that stay but for what is replaced below, and what stays of the others, which are about
+# the big model, the machines and the tasks.
+_KEPT_SECTIONS = ("run", "sampling", "harness", "samples", "algorithm", "trainer", "tracking")
+_KEPT = {
+    "model": ("keep_reasoning", "lora_rank", "lora_alpha"),
+    "rollout": ("retries", "sandbox", "max_processes", "output_mib", "workspace_mib", "disk_mib"),
+}
 
 
 def overrides(config: RunConfig) -> list[str]:
     """The overrides, as `section.key=value`, that make a rehearsal of `config`."""
-    replaced: dict[str, Any] = {}
-    for name, section in (
-        ("model", ModelSection()),
-        ("engine", EngineSection()),
-        ("gateway", GatewaySection()),
-        ("task", TaskSection()),
-    ):
-        replaced |= {f"{name}.{k}": v for k, v in section.model_dump(mode="json").items()}
-    replaced |= {f"model.{name}": getattr(config.model, name) for name in _KEPT_OF_MODEL}
+    own, replaced = config.model_dump(mode="json"), dict[str, Any]()
+    for section, values in RunConfig().model_dump(mode="json").items():
+        if section not in _KEPT_SECTIONS:
+            kept = _KEPT.get(section, ())
+            replaced |= {
+                f"{section}.{k}": own[section][k] if k in kept else v for k, v in values.items()
+            }
     replaced |= {
         "run.name": f"{config.run.name}-rehearsal",
         "run.dir": "runs/{name}",
@@ -67,8 +69,6 @@ def overrides(config: RunConfig) -> list[str]:
         "rollout.cpus": min(0.25, config.rollout.cpus),
         "rollout.timeout_s": min(120.0, config.rollout.timeout_s),
         "rollout.memory_mib": min(1024, config.rollout.memory_mib),
-        "rollout.sandbox_require": False,
-        "rollout.sandbox_paths": [],
         "task.validation": VALIDATION if config.task.validation else None,
         "trainer.ranks": min(2, config.trainer.ranks),
         "trainer.strategy": "fsdp2",
