@@ -175,7 +175,7 @@ def test_the_tables_say_rates_with_intervals_outcomes_cost_and_difference() -> N
         "trained-1 against base-1, on 2 tasks",
         "+75.0",
         "0.500",  # two tasks that moved the same way: 2 / 2 ** 2
-        "better: a, b",
+        "tasks better: a, b",
     ):
         assert part in text, part
 

@@ -81,12 +81,12 @@ def comparison(first: Evaluation, second: Evaluation) -> Iterator[Table | str]:
     points = [f"{100 * value:+.1f}" for value in (d.value, d.low, d.high)]
     table.add_row("difference, points", f"{points[0]} ({points[1]} – {points[2]})")
     table.add_row("p, sign-flip test, two-sided", _p_value(found.p_value))
-    table.add_row("tasks better, worse, equal", f"{found.better} , {found.worse} , {found.equal}")
+    table.add_row("tasks better, worse, equal", f"{found.better}, {found.worse}, {found.equal}")
     yield table
     for word, tasks in zip(("better", "worse"), evaluations.moved(first, second), strict=True):
         if tasks:
             more = f" and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else ""
-            yield f"{word}: {', '.join(tasks[:SHOWN])}{more}"
+            yield f"tasks {word}: {', '.join(tasks[:SHOWN])}{more}"
 
 
 def _table(title: str, *columns: str) -> Table:
