@@ -64,6 +64,28 @@ def functions(source: str) -> dict[str, _Function]:
     return found
 
 
+def owners(source: str) -> dict[str, str]:
+    """Which function an inherited test is, for the tests that a class of the file has from another
+    one: `{"Derived::test_a": "Base::test_a"}`."""
+    defined = functions(source)
+    classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
+    found: dict[str, str] = {}
+
+    def line(name: str) -> Iterator[str]:
+        yield name
+        for base in classes[name].bases:
+            if isinstance(base, ast.Name) and base.id in classes and base.id != name:
+                yield from line(base.id)
+
+    for name in classes:
+        for base in line(name):
+            for full in defined:
+                prefix, _, test = full.rpartition("::")
+                if prefix == base:
+                    found.setdefault(f"{name}::{test}", full)
+    return {test: owner for test, owner in found.items() if test != owner}
+
+
 def function_of(test_id: str) -> str:
     """`tests/test_a.py::T::test_b` of `tests/test_a.py::T::test_b[x-1]`."""
     return test_id.partition("[")[0]
