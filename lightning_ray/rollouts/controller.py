@@ -231,6 +231,8 @@ class RolloutController:
     ) -> Reward | GraderFault:
         task, attempt_id = self._config.task, attempt.attempt_id
         grader = task.grader or task.grader_command
+        if seen := await self._store.canary.remote(attempt_id):
+            return GraderFault(f"{seen}: the agent saw what it must not, and its rollout is void")
         if grader is None:
             key = await self._store.grader_key.remote(attempt.spec.rollout_id)
             self._ask_outside(attempt, outcome, result, key)

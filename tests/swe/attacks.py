@@ -335,7 +335,7 @@ Function.runtest = runtest
                     vars(module)[name] = functools.wraps(value)(lambda *a, **k: None)
         AssertionRewritingHook.exec_module = exec_module
         """,
-        TAMPERED,
+        UNSOLVED,
     ),
     source(
         "rewrites the tests on disk",

@@ -95,10 +95,12 @@ def candidates(source: str, name: str, rng: random.Random) -> list[Edit]:
     """Changes to the test `name` of a file, those first that look least like a change."""
     node = functions(source)[name]
     lines = [line.encode() for line in source.split("\n")]
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+    own = b"\n".join(lines[first : node.end_lineno]).decode()
     ranked: list[tuple[int, float, Edit]] = []
     for rank, place, text in _places(node, lines, rng):
         edit = (place.lineno, place.col_offset, place.end_col_offset or 0, text)
-        if place.lineno == place.end_lineno and _parses(edited(source, [edit])):
+        if place.lineno == place.end_lineno and _parses(edited(own, [_moved(edit, first)])):
             ranked.append((rank, rng.random(), edit))
     return [edit for _, _, edit in sorted(ranked)]
 
@@ -112,9 +114,14 @@ def edited(source: str, edits: Iterable[Edit]) -> str:
     return b"\n".join(lines).decode()
 
 
-def _parses(source: str) -> bool:
+def _moved(edit: Edit, lines: int) -> Edit:
+    line, start, end, text = edit
+    return line - lines, start, end, text
+
+
+def _parses(function: str) -> bool:
     try:
-        ast.parse(source)
+        ast.parse(f"if 1:\n{function}" if function[:1].isspace() else function)
     except (SyntaxError, ValueError):
         return False
     return True
