@@ -237,6 +237,8 @@ class RolloutController:
                 f"{attempt_id}.result", attempt.spec.rollout_id, RESULT_EVENT, kept, time.time()
             )
         grader = task.grader or task.grader_command
+        if seen := await self._store.canary.remote(attempt_id):
+            return GraderFault(f"{seen}: the agent saw what it must not, and its rollout is void")
         if grader is None:
             key = await self._store.grader_key.remote(attempt.spec.rollout_id)
             self._ask_outside(attempt, outcome, result, key)

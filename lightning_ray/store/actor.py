@@ -268,6 +268,12 @@ class StoreActor:
     ) -> Event | None:
         return await self._query(Queries.add_event, event_id, rollout_id, kind, data, time)
 
+    async def note_canary(self, attempt_id: str, call: int, canary: str) -> None:
+        await self._query(Queries.note_canary, attempt_id, call, canary)
+
+    async def canary(self, attempt_id: str) -> str | None:
+        return await self._query(Queries.canary, attempt_id)
+
     async def list_events(self, rollout_id: str, query: PageQuery) -> EventPage | None:
         return await self._query(Queries.events, rollout_id, query)
 

@@ -45,7 +45,7 @@ PAIRS = 2  # of mixed runs: a forger who tosses coins passes with probability 1/
 MAX_REPORT_BYTES = 16 << 20  # tens of thousands of test ids
 LIMITS = {  # of the test process; a runaway must hit these before the machine notices
     "RLIMIT_FSIZE": 256 << 20,
-    "RLIMIT_AS": 4 << 30,
+    "RLIMIT_AS": 2 << 30,
     "RLIMIT_CORE": 0,
 }
 

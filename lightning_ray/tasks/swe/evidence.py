@@ -47,7 +47,8 @@ class Verdict(StrEnum):
 class Suite:
     """The tests that judge a task. `expected` ids must pass, and exactly `expected` and `others` be
     collected (`others` None: whatever else there is). `twins` are changes to tests, by
-    `FILE::NAME`. `targets` and `paths` (for imports) are relative to the tree."""
+    `FILE::NAME`, as are `owners` and `touchy`. `targets` and `paths` (for imports) are relative to
+    the tree."""
 
     python: str
     targets: tuple[str, ...]
@@ -55,6 +56,8 @@ class Suite:
     pass_to_pass: frozenset[str]
     others: frozenset[str] | None = None
     twins: Mapping[str, Sequence[twins.Edit]] = field(default_factory=dict)
+    owners: Mapping[str, str] = field(default_factory=dict)  # of inherited tests
+    touchy: frozenset[str] = frozenset()  # tests that may fail because a twin did
     paths: tuple[str, ...] = ("",)
     timeout_s: float = 120.0  # on the clock, which a loaded machine can slow down ...
     cpu_s: float = 60.0  # ... and of a processor
@@ -62,6 +65,11 @@ class Suite:
     @property
     def expected(self) -> frozenset[str]:
         return self.fail_to_pass | self.pass_to_pass
+
+    def function(self, test_id: str) -> str:
+        """`FILE::NAME` of the function behind a test id."""
+        name = twins.function_of(test_id)
+        return self.owners.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -107,11 +115,12 @@ def weigh(
         name
         for name in mask
         if not any(
-            outcome == "failed" and twins.function_of(test_id) == name
+            outcome == "failed" and suite.function(test_id) == name
             for test_id, outcome in report.outcomes.items()
         )
     }
-    wanted = [test for test in suite.expected if twins.function_of(test) not in mask]
+    spared = mask | (suite.touchy if mask else frozenset())
+    wanted = [test for test in suite.expected if suite.function(test) not in spared]
     missed = sorted(test for test in wanted if not report.passed(test))
     if alive and not missed and not report.errors:
         listed = ", ".join(sorted(alive)[:3])

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,7 @@ MIN_TWINS = 2  # of every test that a bug makes fail
 MIXED_RUNS = 4  # runs with random twins that find tests which fail because another did
 TEST_SECONDS = 5.0  # of one test: some changed constants make endless loops
 VALIDATION_SHARE = 0.2  # of the functions
-BUGS_PER_MODIFIER = 8
-TASKS_PER_PACKAGE = 45
+TASKS_PER_PACKAGE = 50  # no package is most of the set
 WORKERS = 2
 
 Say = Callable[[str], None]
@@ -115,6 +114,8 @@ def suite_of(package: Package, found: Json) -> Suite:
         pass_to_pass=frozenset(found.get("stable", ())),
         others=frozenset(found["others"]) if "others" in found else None,
         twins={name: [tuple(e) for e in edits] for name, edits in found.get("twins", {}).items()},
+        owners=found.get("owners", {}),
+        touchy=frozenset(found.get("touchy", ())),
         paths=(package.path,),
         timeout_s=300,
         cpu_s=60,
@@ -137,8 +138,12 @@ def reference(package: Package, say: Say) -> Json:
     seconds = max(report.cpu_seconds for report in runs)
     say(f"{package.name}: {len(stable)} of {len(collected)} tests always pass, {seconds:.1f} s")
     found = {"stable": sorted(stable), "others": sorted(collected - stable), "seconds": seconds}
-    found["twins"] = _twins(package, tree, found, say)
-    return found | {"runs": REFERENCE_RUNS, "seconds": round(seconds, 1)}
+    found["owners"] = _owners(tree, stable)
+    return (
+        found
+        | _twins(package, tree, found, say)
+        | {"runs": REFERENCE_RUNS, "seconds": round(seconds, 1)}
+    )
 
 
 def addressable(test_id: str) -> bool:
@@ -147,11 +152,12 @@ def addressable(test_id: str) -> bool:
 
 
 def _twins(package: Package, tree: Tree, found: Json, say: Say) -> Json:
-    """Changes to tests that were seen to fail, twice, without harm to other tests."""
-    tests = collections.Counter(map(twins.function_of, found["stable"]))
-    every = {name: edits for name in sorted(tests) if (edits := _candidates(tree, name))}
-    kept: dict[str, list[twins.Edit]] = {}
+    """`twins` (changes to tests that were seen to fail, twice) and `touchy` (tests that do not
+    always pass beside failing ones)."""
     suite = suite_of(package, found)
+    functions = sorted({suite.function(test) for test in found["stable"]})
+    every = {name: edits for name in functions if (edits := _candidates(tree, name))}
+    kept: dict[str, list[twins.Edit]] = {}
     for attempt in range(TWIN_RUNS):
         tried = {
             name: edits[attempt]
@@ -160,34 +166,46 @@ def _twins(package: Package, tree: Tree, found: Json, say: Say) -> Json:
         }
         if not tried:
             break
-        failing = set(tried)
-        for hash_seed in (0, 7):
-            with_one = Suite(**vars(suite) | {"twins": {n: [e] for n, e in tried.items()}})
-            changed = cleanroom.with_twins(tree, with_one, frozenset(tried), random.Random(0))
-            report = cleanroom.run(changed, suite, hash_seed=hash_seed, test_seconds=TEST_SECONDS)
-            failing &= {
-                twins.function_of(t) for t, how in report.outcomes.items() if how == "failed"
-            }
+        single = replace(suite, twins={name: [edit] for name, edit in tried.items()})
+        changed = cleanroom.with_twins(tree, single, frozenset(tried), random.Random(0))
+        how = functools.partial(cleanroom.run, changed, suite, test_seconds=TEST_SECONDS)
+        with ThreadPoolExecutor(WORKERS) as pool:
+            runs = [pool.submit(how, hash_seed=seed) for seed in (0, 7)]
+        failing = set(tried).intersection(*(_failed(suite, run.result()) for run in runs))
         for name in failing:
             kept.setdefault(name, []).append(tried[name])
     kept = {name: edits for name, edits in sorted(kept.items()) if len(edits) >= MIN_TWINS}
-    suite = Suite(**vars(suite) | {"twins": kept})
+    suite = replace(suite, twins=kept)
     rng = random.Random(SEED)
-    hurt: set[str] = set()
+    touchy: set[str] = set()
+    blunt: set[str] = set()  # twins that pass when they come together with others
     for _ in range(MIXED_RUNS):
         half = frozenset(name for name in kept if rng.random() < 0.5)
         for mask in (half, frozenset(kept) - half):
             report = cleanroom.run(cleanroom.with_twins(tree, suite, mask, rng), suite)
-            for test in suite.pass_to_pass:
-                name = twins.function_of(test)
-                if name not in mask and not report.passed(test):
-                    hurt.add(name)
-            failed = {twins.function_of(t) for t, how in report.outcomes.items() if how == "failed"}
-            hurt |= mask - failed
-    say(f"{package.name}: {len(kept)} of {len(tests)} tests have twins, {len(hurt)} are touchy")
-    if hurt:
-        raise sources.SourceError(f"{package.name}: tests depend on each other: {sorted(hurt)[:5]}")
-    return dict(kept)
+            missed = {test for test in suite.pass_to_pass if not report.passed(test)}
+            touchy |= set(map(suite.function, missed)) - mask
+            blunt |= mask - _failed(suite, report)
+    kept = {name: edits for name, edits in kept.items() if name not in touchy | blunt}
+    say(
+        f"{package.name}: {len(kept)} of {len(functions)} tests have twins; {len(touchy)} touchy, "
+        f"{len(blunt)} blunt"
+    )
+    return {"twins": kept, "touchy": sorted(touchy)}
+
+
+def _failed(suite: Suite, report: cleanroom.Report) -> set[str]:
+    return {suite.function(t) for t, outcome in report.outcomes.items() if outcome == "failed"}
+
+
+def _owners(tree: Tree, tests: Iterable[str]) -> dict[str, str]:
+    """For the tests that are inherited: whose they are."""
+    found = {}
+    for path in {test.partition("::")[0] for test in tests}:
+        for test, owner in twins.owners(tree[path].decode()).items():
+            found[f"{path}::{test}"] = f"{path}::{owner}"
+    names = set(map(twins.function_of, tests))
+    return {test: owner for test, owner in sorted(found.items()) if test in names}
 
 
 def _candidates(tree: Tree, name: str) -> list[twins.Edit]:
@@ -219,7 +237,7 @@ def generate(package: Package) -> list[Json]:
             "name": package.name,
             "commit": package.sdist_sha256[:8],
             "folder": str(folder / "repository"),
-            "max_bugs": BUGS_PER_MODIFIER,
+            "max_bugs": package.bugs,
             "seed": SEED,
         }
         (folder / "order.json").write_text(json.dumps(order))
@@ -313,7 +331,7 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
         raise Dropped("too many tests fail")
     if len(suite.pass_to_pass) - len(failed) < MIN_PASS_TO_PASS:
         raise Dropped("too few tests pass")
-    if any(twins.function_of(test) not in suite.twins for test in failed):
+    if any(suite.function(test) not in suite.twins for test in failed):
         raise Dropped("a failing test has no twins")
     return {
         "instance_id": f"{repository(package)}.{bug.strategy}__{bug.digest}",
@@ -323,7 +341,6 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
         "split": split(package.name, bug.function).value,
         "patch": bug.patch,
         "FAIL_TO_PASS": failed,
-        "problem_statement": statement(package, bug),
     }
 
 
@@ -339,30 +356,14 @@ def split(package: str, function: str) -> Split:
     return Split.VALIDATION if place < VALIDATION_SHARE else Split.TRAIN
 
 
-def statement(package: Package, bug: Bug) -> str:
-    """What the agent reads: a template, no language model. Hidden tests are not named."""
-    path, _, entity = bug.function.partition("::")
-    where = random.Random(f"{SEED} {bug.patch}").choice(
-        [
-            "Find it and mend it.",
-            f"It is probably in `{path}`. Find it and mend it.",
-            f"It seems to be in `{entity}` in `{path}`. Find it and mend it.",
-            f"Users suspect `{entity}` in `{path}`. Find out what is wrong there and mend it.",
-        ]
-    )
-    return (
-        f"The Python package {package.name} has a bug: something that worked before gives wrong "
-        f"results or errors. {where}\n\nThe repository is the current folder; "
-        f"`python -m pytest {' '.join(package.targets)}` runs its tests. They pass although the "
-        "bug is there: the tests that would show it are not in the repository. Change the "
-        "package's code only; tests and configuration are not looked at."
-    )
-
-
 def write(suites: Json, rows: list[Json], data: Path) -> None:
     """Writes `suites.json` and `tasks.jsonl`, the checked-in form."""
     unique = {row["patch"]: row for row in reversed(rows)}
-    lines = [json.dumps(row) + "\n" for row in reversed(unique.values())]
+    columns = ("instance_id", "package", "strategy", "function", "split", "patch", "FAIL_TO_PASS")
+    lines = [
+        json.dumps({name: row[name] for name in columns}) + "\n"
+        for row in reversed(unique.values())
+    ]
     (data / "tasks.jsonl").write_text("".join(lines))
     lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(suites.items())]
     (data / "suites.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

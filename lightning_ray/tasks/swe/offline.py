@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 from collections.abc import Iterator
 
 from lightning_ray.records import Json, Split, Task
-from lightning_ray.tasks.swe import sources, trees
+from lightning_ray.tasks.swe import sources, trees, twins
 from lightning_ray.tasks.swe.evidence import Suite, Tree
 from lightning_ray.tasks.swe.record import Format, RecordError, RepositoryTask
+from lightning_ray.tasks.swe.sources import Package
 
 CPU_S = 60.0  # of one run of a suite: ten times what the slowest needs
 TIMEOUT_S = 180.0  # on the clock; a machine with other work runs it that much slower
@@ -61,12 +63,39 @@ def _records(rows: Iterator[Json]) -> Iterator[RepositoryTask]:
                 "sdist_sha256": package.sdist_sha256,
                 "version": package.version,
                 "python": "3.11",
-                "test_cmd": f"python -m pytest {' '.join(package.targets)}",
+                "problem_statement": statement(package, row["function"], row["patch"]),
+                "test_cmd": test_command(package),
                 "timeout_s": TIMEOUT_S,
                 "n_ref_runs": known["runs"],
             },
             Format.SWE_SMITH,
         )
+
+
+def test_command(package: Package) -> str:
+    """How an agent runs the tests that it can see."""
+    return " ".join(["python -m pytest", *package.options, *package.targets])
+
+
+def statement(package: Package, function: str, seed: str) -> str:
+    """What the agent reads: a template. The tests that fail are not named, since they are hidden;
+    three in four name the file, half of all the function."""
+    path, _, entity = function.partition("::")
+    where = random.Random(seed).choice(
+        [
+            "Find it and mend it.",
+            f"It is probably in `{path}`. Find it and mend it.",
+            f"It seems to be in `{entity}` in `{path}`. Find it and mend it.",
+            f"Users suspect `{entity}` in `{path}`. Find out what is wrong there and mend it.",
+        ]
+    )
+    return (
+        f"The Python package {package.name} has a bug: something that worked before gives wrong "
+        f"results or errors. {where}\n\nThe repository is the current folder; "
+        f"`{test_command(package)}` runs its tests. They pass although the bug is there: the tests "
+        "that would show it are not in the repository. Change the package's code only; tests and "
+        "configuration are not looked at."
+    )
 
 
 def _task(record: RepositoryTask) -> Task:
@@ -90,6 +119,8 @@ def suite(record: RepositoryTask) -> Suite:
         pass_to_pass=frozenset(known["stable"]) - failing,
         others=frozenset(known["others"]),
         twins={name: [tuple(e) for e in edits] for name, edits in known["twins"].items()},
+        owners=known["owners"],
+        touchy=frozenset(known["touchy"]),
         paths=(package.path,),
         timeout_s=record.timeout_s,
         cpu_s=CPU_S,
@@ -104,7 +135,9 @@ def graded_tree(record: RepositoryTask) -> Tree:
 
 def agent_tree(record: RepositoryTask) -> Tree:
     """The package with the bug, without the tests that show it. Raises RecordError, SourceError."""
-    return trees.without_tests(graded_tree(record), record.fail_to_pass)
+    owners = suites()[record.package]["owners"]
+    functions = {twins.function_of(test) for test in record.fail_to_pass}
+    return trees.without_tests(graded_tree(record), {owners.get(f, f) for f in functions})
 
 
 def _known(record: RepositoryTask) -> None:

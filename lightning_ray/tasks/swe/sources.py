@@ -48,6 +48,8 @@ class Package(BaseModel):
     modules: tuple[str, ...]
     targets: tuple[str, ...]
     path: str = ""
+    options: tuple[str, ...] = ()  # of pytest, where the package's own want plug-ins
+    bugs: int = 8  # tried per modifier of the generator
     licence: str
 
 

@@ -64,6 +64,28 @@ def functions(source: str) -> dict[str, _Function]:
     return found
 
 
+def owners(source: str) -> dict[str, str]:
+    """Which function an inherited test is, for the tests that a class of the file has from another
+    one: `{"Derived::test_a": "Base::test_a"}`."""
+    defined = functions(source)
+    classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
+    found: dict[str, str] = {}
+
+    def line(name: str) -> Iterator[str]:
+        yield name
+        for base in classes[name].bases:
+            if isinstance(base, ast.Name) and base.id in classes and base.id != name:
+                yield from line(base.id)
+
+    for name in classes:
+        for base in line(name):
+            for full in defined:
+                prefix, _, test = full.rpartition("::")
+                if prefix == base:
+                    found.setdefault(f"{name}::{test}", full)
+    return {test: owner for test, owner in found.items() if test != owner}
+
+
 def function_of(test_id: str) -> str:
     """`tests/test_a.py::T::test_b` of `tests/test_a.py::T::test_b[x-1]`."""
     return test_id.partition("[")[0]
@@ -73,10 +95,12 @@ def candidates(source: str, name: str, rng: random.Random) -> list[Edit]:
     """Changes to the test `name` of a file, those first that look least like a change."""
     node = functions(source)[name]
     lines = [line.encode() for line in source.split("\n")]
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+    own = b"\n".join(lines[first : node.end_lineno]).decode()
     ranked: list[tuple[int, float, Edit]] = []
     for rank, place, text in _places(node, lines, rng):
         edit = (place.lineno, place.col_offset, place.end_col_offset or 0, text)
-        if place.lineno == place.end_lineno and _parses(edited(source, [edit])):
+        if place.lineno == place.end_lineno and _parses(edited(own, [_moved(edit, first)])):
             ranked.append((rank, rng.random(), edit))
     return [edit for _, _, edit in sorted(ranked)]
 
@@ -90,9 +114,14 @@ def edited(source: str, edits: Iterable[Edit]) -> str:
     return b"\n".join(lines).decode()
 
 
-def _parses(source: str) -> bool:
+def _moved(edit: Edit, lines: int) -> Edit:
+    line, start, end, text = edit
+    return line - lines, start, end, text
+
+
+def _parses(function: str) -> bool:
     try:
-        ast.parse(source)
+        ast.parse(f"if 1:\n{function}" if function[:1].isspace() else function)
     except (SyntaxError, ValueError):
         return False
     return True
