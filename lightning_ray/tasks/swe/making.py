@@ -20,7 +20,6 @@ import json
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ray.records import Json, Split
-from lightning_ray.tasks.swe import cleanroom, patches, sources, twins
+from lightning_ray.tasks.swe import cleanroom, patches, smith_environment, sources, twins
 from lightning_ray.tasks.swe.evidence import Suite, Tree
 from lightning_ray.tasks.swe.sources import Package
 from lightning_ray.tasks.swe.trees import apply
@@ -240,15 +239,7 @@ def generate(package: Package) -> list[Json]:
             "max_bugs": package.bugs,
             "seed": SEED,
         }
-        (folder / "order.json").write_text(json.dumps(order))
-        adapter = Path(__file__).with_name("smith_adapter.py")
-        python = sources.environment("generator.lock") / "bin" / "python"
-        argv = [str(python), "-s", str(adapter), str(folder / "order.json")]
-        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise sources.SourceError(f"SWE-smith's generator failed on {package.name}: {last}")
-    bugs = [json.loads(line) for line in done.stdout.splitlines()]
+        bugs = smith_environment.run(order)
     seen: dict[str, Json] = {}
     for bug in bugs:
         bug["entity"] = re.sub(r"_[0-9a-f]{8}$", "", bug["entity"])  # a hash of its signature
