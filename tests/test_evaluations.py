@@ -30,6 +30,7 @@ from lightning_ray.report import evaluation_tables, evaluations
 from lightning_ray.report.console import Console
 from lightning_ray.report.evaluations import Evaluation, Rollout
 from lightning_ray.run import command, evaluation
+from lightning_ray.run.evaluation import Candidate, Job
 
 PATCH = "diff --git a/x b/x\nnew file mode 100644\n--- /dev/null\n+++ b/x\n@@ -0,0 +1 @@\n+1\n"
 
@@ -217,6 +218,8 @@ def test_checkpoints_and_folders_can_be_named_and_others_are_refused(run_dir: Pa
     shutil.copytree(run_dir / "model", other)
     job = evaluation.job(run_dir, ["step-00002", str(other)], 1, [])
     assert [candidate.name for candidate in job.candidates] == ["step-00002", "other-model"]
+    with pytest.raises(ConfigError, match="two models would have the same name"):
+        evaluation.job(run_dir, [str(other), f"{other}/../other model"], 1, [])
     with pytest.raises(ConfigError, match="no model 'step-00009'.*step-00002"):
         evaluation.job(run_dir, ["step-00009"], 1, [])
     shutil.rmtree(run_dir / "model")
@@ -230,6 +233,18 @@ def test_a_configuration_alone_is_evaluated_with_its_model(tmp_path: Path) -> No
     job = evaluation.job(file, [], 4, ["sampling.validation_temperature=0.7"])
     assert [candidate.name for candidate in job.candidates] == ["base"]
     assert job.config.run_dir == tmp_path / "runs" / "evaluations"
+
+
+def test_rollouts_of_a_task_count_again_when_other_tasks_or_more_samples_are_wanted() -> None:
+    def ids(*tasks: Task, samples: int = 1) -> list[str]:
+        job = Job(RunConfig(), list(tasks), [Candidate("base", None)], samples)
+        return [spec.rollout_id for spec in job.specs(job.version(job.candidates[0]))]
+
+    one, other = Task("a", "Mend it.", {"n": 1}), Task("b", "Mend it.")
+    [first] = ids(one)
+    assert ids(other, one)[1] == first
+    assert ids(one, samples=2)[0] == first
+    assert first not in ids(replace(one, fields={"n": 2}), replace(one, statement="Do."), other)
 
 
 def test_other_weights_tasks_or_settings_are_another_evaluation(run_dir: Path) -> None:

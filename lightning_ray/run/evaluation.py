@@ -2,10 +2,10 @@
 
 One stack serves all: the engines start with the base model and are then given the other weights in
 turn. The rollouts are kept in `evaluations/` of the run directory under a name that is made from
-the weights, the tasks and the settings.
+the weights, the settings and the task.
 
-Invariants: an interrupted evaluation goes on where it was; other weights, tasks or settings are
-another evaluation, so no number is ever a mixture; the run itself is not touched.
+Invariants: an interrupted evaluation goes on where it was; a rollout made with other weights, of
+another task or with other settings is never used; the run itself is not touched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from pathlib import Path
 from lightning_ray.config import ConfigError, RunConfig, dump, load
 from lightning_ray.engine.actor import Policy
 from lightning_ray.placement import reserve
-from lightning_ray.records import Call, FinishedRollout, Json, PolicyVersion, Task
+from lightning_ray.records import (
+    Call,
+    FinishedRollout,
+    Json,
+    PolicyVersion,
+    RolloutSpec,
+    Split,
+    Task,
+)
 from lightning_ray.report import evaluations
 from lightning_ray.report.console import Console, View
 from lightning_ray.report.evaluations import Evaluation, Rollout
@@ -58,17 +66,30 @@ class Job:
     candidates: list[Candidate]
     samples: int = 1
 
-    def name(self, candidate: Candidate) -> str:
-        """The name of a candidate's evaluation: its own, and a fingerprint of what decides the
-        numbers."""
+    def version(self, candidate: Candidate) -> PolicyVersion:
+        """What the rollouts of a candidate are labelled with: its name, and a fingerprint of its
+        weights and of the settings that decide the numbers."""
         config = self.config.model_dump(mode="json")
         rollout = {k: v for k, v in config["rollout"].items() if k not in _NEUTRAL}
         task = {k: v for k, v in config["task"].items() if k not in ("train", "validation")}
-        tasks = [[task.task_id, task.statement, task.fields] for task in self.tasks]
         weights = _fingerprint(candidate.weights) if candidate.weights else ""
-        decisive = [config["model"], config["sampling"], config["harness"], rollout, task]
-        text = json.dumps([decisive, tasks, weights], sort_keys=True, default=str)
-        return f"{candidate.name}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+        decisive = [config["model"], config["sampling"], config["harness"], rollout, task, weights]
+        return PolicyVersion(f"{candidate.name}-{_digest(decisive)}", int(bool(candidate.weights)))
+
+    def name(self, candidate: Candidate) -> str:
+        """The name of a candidate's evaluation, which belongs to the tasks, too."""
+        tasks = [_digest(vars(task)) for task in self.tasks]
+        return f"{candidate.name}-{_digest([self.version(candidate).lineage, tasks])}"
+
+    def specs(self, version: PolicyVersion) -> list[RolloutSpec]:
+        """The rollouts of every task. Their ids hold a digest of the task: what was done for a task
+        counts again when others are added or changed, or more samples are wanted."""
+        groups = [f"{version.lineage}-{_digest(vars(task))}" for task in self.tasks]
+        return [
+            RolloutSpec(f"{group}-r{k:02d}", group, task, Split.VALIDATION, version.step)
+            for task, group in zip(self.tasks, groups, strict=True)
+            for k in range(self.samples)
+        ]
 
 
 def job(source: Path, models: Sequence[str], samples: int, overrides: Sequence[str]) -> Job:
@@ -93,6 +114,8 @@ def job(source: Path, models: Sequence[str], samples: int, overrides: Sequence[s
         raise ConfigError(f"{source} has no task.validation to evaluate on")
     wanted = list(dict.fromkeys(models or ([BASE, TRAINED] if is_run else [BASE])))
     found = [_candidate(run_dir, name) for name in wanted]
+    if len({candidate.name for candidate in found}) < len(found):
+        raise ConfigError(f"two models would have the same name: {', '.join(wanted)}")
     tasks = data.load_tasks(config.task.validation, "task.validation")
     return Job(config, tasks, found, samples)
 
@@ -106,13 +129,12 @@ def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
     try:
         stack.open_store()
         bundles = reserve(config)
-        versions = [PolicyVersion(job.name(c), int(bool(c.weights))) for c in job.candidates]
-        served = PolicyVersion(BASE, 0)
-        stack.start(bundles, served)
-        found = []
+        stack.start(bundles, PolicyVersion(BASE, 0))
+        found: dict[str, Evaluation] = {}
         # The base model first, while the engines have it.
-        order = sorted(zip(job.candidates, versions, strict=True), key=lambda pair: pair[1].step)
-        for number, (candidate, version) in enumerate(order, 1):
+        order = sorted(job.candidates, key=lambda candidate: candidate.weights is not None)
+        for number, candidate in enumerate(order, 1):
+            version = job.version(candidate)
             if candidate.weights:
                 weights = str(candidate.weights.absolute())
                 stack.load(Policy(weights, version), checksum=None)
@@ -123,18 +145,17 @@ def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
             ) -> None:
                 console.update(with_counts(view, done, status))
 
-            specs = data.validation_specs(job.tasks, version, job.samples)
-            rollouts = stack.collect(specs, progress)
+            rollouts = stack.collect(job.specs(version), progress)
             evaluation = Evaluation(
-                name=version.lineage,
+                name=job.name(candidate),
                 model=str(candidate.weights or config.model.path),
                 settings=dump(config),
                 rollouts=tuple(_rollout(r, i % job.samples, stack) for i, r in enumerate(rollouts)),
             )
             for path in evaluations.write(evaluation, config.run_dir):
                 console.print(f"wrote {path}")
-            found.append(evaluation)
-        return [next(e for e in found if e.name == version.lineage) for version in versions]
+            found[candidate.name] = evaluation
+        return [found[candidate.name] for candidate in job.candidates]
     finally:
         stack.stop()
         if bundles is not None:
@@ -200,6 +221,11 @@ def _candidate(run_dir: Path, name: str) -> Candidate:
 
 def _checkpoints(run_dir: Path) -> list[str]:
     return sorted(path.parent.name for path in run_dir.glob("checkpoints/step-?????/hf"))
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
 def _fingerprint(weights: Path) -> str:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import random
 import re
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -30,14 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ray.records import Json, Split
-from lightning_ray.tasks.swe import cleanroom, patches, sources, twins
+from lightning_ray.tasks.swe import cleanroom, patches, smith_environment, sources, twins
 from lightning_ray.tasks.swe.evidence import Suite, Tree
 from lightning_ray.tasks.swe.sources import Package
 from lightning_ray.tasks.swe.trees import apply
 
 SEED = 24
 REFERENCE_RUNS = 3
-BUG_RUNS = 2
 MAX_FAIL_TO_PASS = 20
 MIN_PASS_TO_PASS = 10
 MAX_SUITE_S = 30.0  # of a processor: the clock depends on what else the machine does
@@ -118,7 +117,7 @@ def suite_of(package: Package, found: Json) -> Suite:
         touchy=frozenset(found.get("touchy", ())),
         paths=(package.path,),
         timeout_s=300,
-        cpu_s=60,
+        cpu_s=max(20.0, 4 * found.get("seconds", 15.0)),  # a bug may well be an endless loop
     )
 
 
@@ -240,15 +239,7 @@ def generate(package: Package) -> list[Json]:
             "max_bugs": package.bugs,
             "seed": SEED,
         }
-        (folder / "order.json").write_text(json.dumps(order))
-        adapter = Path(__file__).with_name("smith_adapter.py")
-        python = sources.environment("generator.lock") / "bin" / "python"
-        argv = [str(python), "-s", str(adapter), str(folder / "order.json")]
-        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise sources.SourceError(f"SWE-smith's generator failed on {package.name}: {last}")
-    bugs = [json.loads(line) for line in done.stdout.splitlines()]
+        bugs = smith_environment.run(order)
     seen: dict[str, Json] = {}
     for bug in bugs:
         bug["entity"] = re.sub(r"_[0-9a-f]{8}$", "", bug["entity"])  # a hash of its signature
@@ -313,18 +304,7 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
             raise Dropped("patch cannot be undone")
     except ValueError as error:
         raise Dropped("patch cannot be applied") from error
-    reports = [
-        cleanroom.run(broken, suite, shuffle=order, hash_seed=seed)
-        for seed, order in ((0, None), (5, 5))[:BUG_RUNS]
-    ]
-    if any(report.exit_status is None or report.cpu_seconds > MAX_SUITE_S for report in reports):
-        raise Dropped("too slow")
-    if not all(report.outcomes for report in reports):
-        raise Dropped("cannot be imported")
-    failing = [{t for t in suite.pass_to_pass if not report.passed(t)} for report in reports]
-    if failing[0] != failing[1]:
-        raise Dropped("flaky")
-    failed = sorted(failing[0])
+    failed = _failing(broken, suite, hash_seed=0, shuffle=None)
     if not failed:
         raise Dropped("no test fails")
     if len(failed) > MAX_FAIL_TO_PASS:
@@ -333,6 +313,8 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
         raise Dropped("too few tests pass")
     if any(suite.function(test) not in suite.twins for test in failed):
         raise Dropped("a failing test has no twins")
+    if failed != _failing(broken, suite, hash_seed=5, shuffle=5):
+        raise Dropped("flaky")
     return {
         "instance_id": f"{repository(package)}.{bug.strategy}__{bug.digest}",
         "package": package.name,
@@ -342,6 +324,17 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
         "patch": bug.patch,
         "FAIL_TO_PASS": failed,
     }
+
+
+def _failing(tree: Tree, suite: Suite, hash_seed: int, shuffle: int | None) -> list[str]:
+    report = cleanroom.run(tree, suite, hash_seed=hash_seed, shuffle=shuffle)
+    if report.exit_status in (None, -signal.SIGXCPU, -signal.SIGKILL):
+        raise Dropped("too slow")
+    if not report.outcomes:
+        raise Dropped("cannot be imported")
+    if report.cpu_seconds > MAX_SUITE_S:
+        raise Dropped("too slow")
+    return sorted(test for test in suite.pass_to_pass if not report.passed(test))
 
 
 def repository(package: Package) -> str:

@@ -1,4 +1,4 @@
-"""The checked-in repair tasks: bugs in six PyPI packages, made by `making`.
+"""The checked-in repair tasks: bugs in PyPI packages, made by `making`.
 
 `train` and `validation` are what a run names; `records` gives the same tasks as rows for export. A
 task's repository is rebuilt from the package's source distribution and the bug's patch:
@@ -135,9 +135,9 @@ def graded_tree(record: RepositoryTask) -> Tree:
 
 def agent_tree(record: RepositoryTask) -> Tree:
     """The package with the bug, without the tests that show it. Raises RecordError, SourceError."""
-    owners = suites()[record.package]["owners"]
+    tree, owners = graded_tree(record), suites()[record.package]["owners"]
     functions = {twins.function_of(test) for test in record.fail_to_pass}
-    return trees.without_tests(graded_tree(record), {owners.get(f, f) for f in functions})
+    return trees.without_tests(tree, {owners.get(name, name) for name in functions})
 
 
 def _known(record: RepositoryTask) -> None:

@@ -1,9 +1,11 @@
-"""SWE-smith's procedural bug generator on a local folder, unmodified. Run by `making`.
+"""SWE-smith's procedural bug generator and its validation, unmodified, on local folders.
 
-`python smith_adapter.py ORDER.json`, in SWE-smith's own environment: for the repository in the
-order's folder, SWE-smith's `generate.main` is called as its command line calls it. Only where a
-repository comes from is ours: a copy of the local folder instead of a clone from a public host. The
-bugs that it wrote go to stdout, one JSON object a line, in an order that depends on the seed alone.
+`python smith_adapter.py ORDER.json`, run by `making` and `benchmarks/swesmith_agreement.py` in
+SWE-smith's own environment: for the repository in the order's folder, SWE-smith's `generate.main`
+is called as its command line calls it. Only where a repository comes from is ours: a copy of the
+local folder instead of a clone from a public host. The bugs that it wrote go to stdout, one JSON
+object a line, in an order that depends on the seed alone. An order with `reports` (instance, log
+with the bug, log without) gets what `get_valid_report` says.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from swesmith.bug_gen.procedural import generate
 from swesmith.constants import LOG_DIR_BUG_GEN, PREFIX_BUG
+from swesmith.harness.grading import get_valid_report
 from swesmith.profiles import registry
 from swesmith.profiles.python import PythonProfile
 
@@ -42,6 +45,13 @@ class Local(PythonProfile):
 
 def main() -> None:
     registry.register_profile(Local)
+    for report in ORDER.get("reports", []):
+        print(json.dumps(get_valid_report(report["bug"], report["clean"], report["instance"])))
+    if "folder" in ORDER:
+        bugs()
+
+
+def bugs() -> None:
     name = Local().repo_name
     with contextlib.redirect_stdout(sys.stderr):
         generate.main(name, max_bugs=ORDER["max_bugs"], seed=ORDER["seed"])
