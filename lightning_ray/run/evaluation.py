@@ -32,9 +32,8 @@ from lightning_ray.records import (
 from lightning_ray.report import evaluations
 from lightning_ray.report.console import Console, View
 from lightning_ray.report.evaluations import Evaluation, Rollout
-from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.run import data
-from lightning_ray.run.stack import Stack, with_counts
+from lightning_ray.run.stack import Progress, Stack, with_counts
 
 # In the run directory.
 FOLDER = "evaluations"
@@ -126,26 +125,24 @@ def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
     stack = Stack(config, base_dir, config.run_dir, console.print)
     stack.pointer.parent.mkdir(parents=True, exist_ok=True)
     bundles = None
+    found: dict[str, Evaluation] = {}
     try:
         stack.open_store()
-        bundles = reserve(config)
-        stack.start(bundles, PolicyVersion(BASE, 0))
-        found: dict[str, Evaluation] = {}
         # The base model first, while the engines have it.
         order = sorted(job.candidates, key=lambda candidate: candidate.weights is not None)
         for number, candidate in enumerate(order, 1):
             version = job.version(candidate)
-            if candidate.weights:
-                weights = str(candidate.weights.absolute())
-                stack.load(Policy(weights, version), checksum=None)
-            view = View(number, len(order), f"evaluate {candidate.name}")
-
-            def progress(
-                done: Sequence[FinishedRollout], status: ControllerStatus, view: View = view
-            ) -> None:
-                console.update(with_counts(view, done, status))
-
-            rollouts = stack.collect(job.specs(version), progress)
+            specs = job.specs(version)
+            rollouts = stack.finished(specs)
+            if len(rollouts) < len(specs):
+                if bundles is None:  # an evaluation that is done needs no engines
+                    bundles = reserve(config)
+                    stack.start(bundles, PolicyVersion(BASE, 0))
+                if candidate.weights:
+                    weights = str(candidate.weights.absolute())
+                    stack.load(Policy(weights, version), checksum=None)
+                view = View(number, len(order), f"evaluate {candidate.name}")
+                rollouts = stack.collect(specs, _progress(console, view))
             evaluation = Evaluation(
                 name=job.name(candidate),
                 model=str(candidate.weights or config.model.path),
@@ -160,6 +157,10 @@ def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
         stack.stop()
         if bundles is not None:
             bundles.remove()
+
+
+def _progress(console: Console, view: View) -> Progress:
+    return lambda done, status: console.update(with_counts(view, done, status))
 
 
 def _rollout(finished: FinishedRollout, sample: int, stack: Stack) -> Rollout:

@@ -156,8 +156,7 @@ class Stack:
         Raises:
             RunError: the tasks have changed since the run was stopped.
         """
-        finished = self._wait.get(self.store.finished.remote(_ids(specs)), "asking the store")
-        done = {f.spec.rollout_id: f for f in finished}
+        done = {f.spec.rollout_id: f for f in self.finished(specs)}
         self._results |= done
         fresh = [spec for spec in specs if spec.rollout_id not in done]
         self._awaited |= set(_ids(fresh))
@@ -166,6 +165,12 @@ class Stack:
                 f"rollout {others[0]} was begun with another task: the tasks have changed since "
                 "this run was stopped; put them back, or choose another run.name"
             )
+
+    def finished(self, specs: Sequence[RolloutSpec]) -> list[FinishedRollout]:
+        """Those of `specs` that the store knows as finished, in the order of `specs`."""
+        found = self._wait.get(self.store.finished.remote(_ids(specs)), "asking the store")
+        done = {finished.spec.rollout_id: finished for finished in found}
+        return [done[rollout_id] for rollout_id in _ids(specs) if rollout_id in done]
 
     def poll(self) -> ControllerStatus:
         """Waits a moment for rollouts to end; says how all stand."""
