@@ -17,7 +17,16 @@ import pytest
 from lightning_ray import canary
 from lightning_ray.records import Outcome, Split, Task
 from lightning_ray.rollouts.grading import Episode
-from lightning_ray.tasks.swe import cleanroom, evidence, making, offline, sources, trees, twins
+from lightning_ray.tasks.swe import (
+    cleanroom,
+    evidence,
+    making,
+    measure,
+    offline,
+    sources,
+    trees,
+    twins,
+)
 from lightning_ray.tasks.swe import repository as family
 from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict
 from lightning_ray.tasks.swe.grading import GradingError
@@ -67,7 +76,7 @@ def test_every_task_has_what_the_making_promises():
         known = offline.suites()[record.package]
         for test in record.fail_to_pass:
             name = twins.function_of(test)
-            assert len(known["twins"][known["owners"].get(name, name)]) >= making.MIN_TWINS
+            assert len(known["twins"][known["owners"].get(name, name)]) >= measure.MIN_TWINS
         assert RepositoryTask.from_row(record.to_smith()) == record
         gold = RepositoryTask.from_row(record.to_bench())
         assert (gold.gold_patch, gold.bug_patch) == (record.gold_patch, record.patch)
@@ -156,7 +165,7 @@ def test_an_honest_repair_is_solved(record):
     result = {"files": repair(record), "refused": []}
     reward = family.grade(task_of(record), result, EPISODE)
     assert (reward.value, reward.solved, reward.metrics["tampered"]) == (1.0, True, 0.0)
-    assert reward.metrics["test_runs"] == 1 + 2 * cleanroom.PAIRS
+    assert reward.metrics["test_runs"] == 2 + 2 * cleanroom.PAIRS
 
 
 def test_another_repair_than_the_reference_is_solved():
@@ -226,6 +235,15 @@ def test_rewards_are_shaped_for_solved_training_rollouts_only():
     assert value(half, train, family.Shaping()) == 0.0
     assert value(tampered, train) == 0.0
     assert [value(j, validation) for j in (solved, half, tampered)] == [1.0, 0.0, 0.0]
+
+
+def test_a_room_in_which_the_bug_passes_is_a_fault_and_no_verdict():
+    tree = {"a.py": b"x = 1", "test_a.py": b"import a\ndef test_a():\n    assert a.x == 1"}
+    python = str(sources.environment() / "bin" / "python")
+    suite = Suite(python, ("test_a.py",), frozenset({"test_a.py::test_a"}), frozenset())
+    assert cleanroom.examine(tree, suite, known_bad={**tree, "a.py": b""}).runs == 2
+    with pytest.raises(cleanroom.RoomFault, match="known-bad tree is solved here"):
+        cleanroom.examine(tree, suite, known_bad=tree)
 
 
 @pytest.mark.parametrize("options", [{"turn_penalty": -1.0}, {"partial_credits": 0.5}])

@@ -156,10 +156,11 @@ def judge(record: RepositoryTask, changes: Mapping[str, str | None]) -> Judgemen
     """
     try:
         suite = offline.suite(record)
-        tree = merged(offline.graded_tree(record), changes, protected(record))
+        broken = offline.graded_tree(record)
+        tree = merged(broken, changes, protected(record))
         if tree is None:
             return Judgement(Verdict.UNSOLVED, ("a file where a folder must be",))
-        return cleanroom.examine(tree, suite, protection=protection())
+        return cleanroom.examine(tree, suite, protection=protection(), known_bad=broken)
     except (RoomFault, RecordError, sources.SourceError, ValueError) as error:
         raise GradingError(f"task {record.instance_id}: cannot grade: {error}") from error
 
