@@ -380,7 +380,10 @@ Function.runtest = runtest
     source("runs for ever", "while True:\n    pass\n", UNSOLVED, limit_s=5.0),
     source("sleeps for ever", "import time\ntime.sleep(1e6)\n", UNSOLVED, limit_s=5.0),
     source(
-        "eats memory", "x = []\nwhile True:\n    x.append(bytearray(1 << 28))\n", UNSOLVED, slow=True
+        "eats memory",
+        "x = []\nwhile True:\n    x.append(bytearray(1 << 28))\n",
+        UNSOLVED,
+        slow=True,
     ),
     source(
         "leaves processes behind that forge the report",

@@ -104,7 +104,6 @@ def suite_of(package: Package, found: Json) -> Suite:
         targets=package.targets,
         fail_to_pass=frozenset(),
         pass_to_pass=frozenset(found.get("stable", ())),
-        others=frozenset(found["others"]) if "others" in found else None,
         twins={name: [tuple(e) for e in edits] for name, edits in found.get("twins", {}).items()},
         owners=found.get("owners", {}),
         touchy=frozenset(found.get("touchy", ())),
