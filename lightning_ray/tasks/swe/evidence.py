@@ -45,7 +45,8 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Suite:
-    """The tests that judge a task. `expected` ids must pass; others may be there, since a repair may
+    """The tests that judge a task. `expected` ids must pass; others may be there, since a repair
+    may
     add to what a package's tests enumerate. `twins` are changes to tests, by `FILE::NAME`, as are
     `owners` and `touchy`. `targets` and `paths` (for imports) are relative to the tree."""
 
