@@ -40,7 +40,7 @@ MAX_FAIL_TO_PASS = 20
 MIN_PASS_TO_PASS = 10
 MAX_SUITE_S = 30.0  # of a processor: the clock depends on what else the machine does
 MAX_PATCH_BYTES = 2000  # a few changed lines; more would be a copy of somebody's function
-VALIDATION_SHARE = 0.2  # of the functions
+VALIDATION_SHARE = 0.2  # of the tasks of a package, at most
 TASKS_PER_PACKAGE = 50  # no package is most of the set
 
 Say = Callable[[str], None]
@@ -226,7 +226,6 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
         "package": package.name,
         "strategy": bug.strategy,
         "function": bug.function,
-        "split": split(package.name, bug.function).value,
         "patch": bug.patch,
         "FAIL_TO_PASS": failed,
     }
@@ -248,11 +247,31 @@ def repository(package: Package) -> str:
     return f"{package.owner}__{package.name}.{package.sdist_sha256[:8]}"
 
 
-def split(package: str, function: str) -> Split:
-    """Every bug of a function is in the same split."""
-    digest = hashlib.sha256(f"{SEED} {package} {function}".encode()).digest()
-    place = int.from_bytes(digest[:4]) / 2**32
-    return Split.VALIDATION if place < VALIDATION_SHARE else Split.TRAIN
+def with_splits(rows: list[Json]) -> list[Json]:
+    """The rows with their `split`. All bugs of a function are in the same one; of each package, at
+    most a fifth of the tasks are for validation."""
+    total = collections.Counter(row["package"] for row in rows)
+    bugs = collections.Counter((row["package"], row["function"]) for row in rows)
+    held_out: set[tuple[str, str]] = set()
+    taken: collections.Counter[str] = collections.Counter()
+    for package, function in sorted(bugs, key=lambda key: _digest(*key)):
+        count = bugs[package, function]
+        if taken[package] + count <= VALIDATION_SHARE * total[package]:
+            held_out.add((package, function))
+            taken[package] += count
+    return [
+        row
+        | {
+            "split": Split.VALIDATION
+            if (row["package"], row["function"]) in held_out
+            else Split.TRAIN
+        }
+        for row in rows
+    ]
+
+
+def _digest(package: str, function: str) -> bytes:
+    return hashlib.sha256(f"{SEED} {package} {function}".encode()).digest()
 
 
 def write(suites: Json, rows: list[Json], data: Path) -> None:
@@ -261,7 +280,7 @@ def write(suites: Json, rows: list[Json], data: Path) -> None:
     columns = ("instance_id", "package", "strategy", "function", "split", "patch", "FAIL_TO_PASS")
     lines = [
         json.dumps({name: row[name] for name in columns}) + "\n"
-        for row in reversed(unique.values())
+        for row in with_splits([*reversed(unique.values())])
     ]
     (data / "tasks.jsonl").write_text("".join(lines))
     lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(suites.items())]
@@ -270,7 +289,7 @@ def write(suites: Json, rows: list[Json], data: Path) -> None:
 
 def report(rows: list[Json], say: Say) -> None:
     """Counts, for people."""
-    counts = collections.Counter((row["package"], row["split"]) for row in rows)
+    counts = collections.Counter((row["package"], row["split"].value) for row in with_splits(rows))
     for (package, part), count in sorted(counts.items()):
         say(f"{package:12s} {part:10s} {count}")
     print(f"{len(rows)} tasks", file=sys.stderr)
