@@ -16,6 +16,7 @@ import pytest
 
 from lightning_ray import canary
 from lightning_ray.records import Outcome, Split, Task
+from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode
 from lightning_ray.tasks.swe import (
     cleanroom,
@@ -96,9 +97,27 @@ def test_the_bug_undone_is_the_package_itself():
         assert trees.apply(offline.graded_tree(record), record.gold_patch) == clean
 
 
-def test_the_environment_holds_no_copy_of_a_package():
+def test_folders_with_a_copy_of_a_package_are_hidden(tmp_path, monkeypatch):
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+    other = tmp_path / "lib" / "python3.12" / "dist-packages"
+    for path in (site / "pip" / "_vendor" / "parse", other / "else"):
+        path.mkdir(parents=True)
+        (path / "__init__.py").touch()
+    monkeypatch.setattr(sources, "_LIBRARIES", (str(tmp_path / "lib"),))
+    assert sources.hidden(sources.packages()["parse"]) == [site]
     for package in sources.packages().values():
-        assert sources.copies(package, [sources.environment()]) == []
+        assert sources.copies(package, [*sources.environment().glob("lib/*/site-packages")]) == []
+
+
+@pytest.mark.skipif(sandbox.protection().bubblewrap is None, reason="there is no bubblewrap")
+def test_neither_the_agent_nor_the_code_under_test_can_import_a_copy(tmp_path, monkeypatch):
+    [copy] = (sources.environment()).glob("lib/python3*/site-packages/iniconfig")
+    package = sources.packages()["parse"].model_copy(update={"modules": ("iniconfig",)})
+    monkeypatch.setattr(sources, "_LIBRARIES", (str(copy.parent.parent.parent),))
+    monkeypatch.setattr(sources, "packages", lambda: {"parse": package})
+    with pytest.raises(cleanroom.RoomFault, match="No module named"):  # pytest itself lies there
+        cleanroom.run({}, Suite(str(sources.environment() / "bin/python"), ("",), frozenset(),
+                      frozenset()), protection=family.protection(SMALL[0]))  # fmt: skip
 
 
 # -- what the agent gets ---------------------------------------------------------------------------
