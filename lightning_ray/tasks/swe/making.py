@@ -41,7 +41,7 @@ MIN_PASS_TO_PASS = 10
 MAX_SUITE_S = 30.0  # of a processor: the clock depends on what else the machine does
 MAX_PATCH_BYTES = 2000  # a few changed lines; more would be a copy of somebody's function
 VALIDATION_SHARE = 0.2  # of the tasks of a package, at most
-TASKS_PER_PACKAGE = 50  # no package is most of the set
+TASKS_PER_PACKAGE = 80  # about half of the set at most
 
 Say = Callable[[str], None]
 
