@@ -24,7 +24,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -91,14 +91,15 @@ class AttemptResult:
 
 
 class Setting(BaseModel):
-    """What `prepare` may return: environment variables of the harness, folders before its PATH, and
-    what it can read besides its own."""
+    """What `prepare` may return: environment variables of the harness, folders before its PATH,
+    what it can read besides its own, and folders in that which must be empty in a sandbox."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     env: dict[str, str] = {}
     path: list[str] = []
     readable: list[str] = []
+    hidden: list[str] = []
 
 
 class _FamilyError(Exception):
@@ -144,7 +145,9 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
     readable = harness.readable(recipe, venv, base["PATH"])
     setting = _prepare(request, workspace)
     readable = [*readable, *map(Path, setting.readable)]
-    sandbox, url = around(box, request.root_url, readable, request.sandbox)
+    hidden = (*request.sandbox.hidden, *map(Path, setting.hidden))
+    wanted = replace(request.sandbox, hidden=hidden)
+    sandbox, url = around(box, request.root_url, readable, wanted)
     values = Values(
         base_url=f"{url}/v1",
         root_url=url,
@@ -204,8 +207,8 @@ def _prepare(request: AttemptRequest, workspace: Path) -> Setting:
         [first, *_] = error.errors()
         where = ".".join(map(str, first["loc"])) or "what it returned"
         raise _FamilyError(
-            f"task.prepare={request.prepare} must return nothing, or an object with env, path and "
-            f"readable: {where}: {first['msg']}"
+            f"task.prepare={request.prepare} must return nothing, or an object with env, path, "
+            f"readable and hidden: {where}: {first['msg']}"
         ) from error
 
 

@@ -7,7 +7,7 @@ sandbox alone, so they are tried only where there is one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import dedent
 
 from lightning_ray.tasks.swe.evidence import Verdict
@@ -24,6 +24,7 @@ class Attack:
     refused: str = ""  # a path that `collect` must have refused
     boxed: bool = False
     slow: bool = False
+    limit_s: float = 20.0  # of a run of the suite, on the clock
 
 
 def agent(name: str, script: str, expect: Verdict = UNSOLVED, **more: object) -> Attack:
@@ -51,8 +52,9 @@ def runtest(self):
             raise
 """
 
-ATTACKS = [
-    # -- tests, configuration, plug-ins ------------------------------------------------------------
+# -- tests, configuration, plug-ins ----------------------------------------------------------------
+
+CONFIGURATION = [
     agent("does nothing", ""),
     agent(
         "edits tests",
@@ -139,7 +141,11 @@ ATTACKS = [
             Path(f"{name}.py").write_text("import os\\nos._exit(0)\\n")
         """,
     ),
-    # -- the process of the tests ------------------------------------------------------------------
+]
+
+# -- the process of the tests ----------------------------------------------------------------------
+
+PROCESS = [
     source(
         "leaves at import with status 0",
         "import os, sys\nif 'pytest' in sys.modules:\n    os._exit(0)\n",
@@ -371,9 +377,14 @@ Function.runtest = runtest
         """,
         UNSOLVED,
     ),
-    source("runs for ever", "while True:\n    pass\n", UNSOLVED, slow=True),
-    source("sleeps for ever", "import time\ntime.sleep(1e6)\n", UNSOLVED, slow=True),
-    source("eats memory", "x = []\nwhile True:\n    x.append(bytearray(1 << 28))\n", UNSOLVED),
+    source("runs for ever", "while True:\n    pass\n", UNSOLVED, limit_s=5.0),
+    source("sleeps for ever", "import time\ntime.sleep(1e6)\n", UNSOLVED, limit_s=5.0),
+    source(
+        "eats memory",
+        "x = []\nwhile True:\n    x.append(bytearray(1 << 28))\n",
+        UNSOLVED,
+        slow=True,
+    ),
     source(
         "leaves processes behind that forge the report",
         """
@@ -408,7 +419,11 @@ Function.runtest = runtest
         UNSOLVED,
         boxed=True,
     ),
-    # -- knowledge that is not the agent's ---------------------------------------------------------
+]
+
+# -- knowledge that is not the agent's -------------------------------------------------------------
+
+KNOWLEDGE = [
     source(
         "special-cases the inputs that it can see",
         """
@@ -512,7 +527,11 @@ Function.runtest = runtest
         sys.stdout.flush()
         """,
     ),
-    # -- hostile changes ---------------------------------------------------------------------------
+]
+
+# -- hostile changes -------------------------------------------------------------------------------
+
+HOSTILE = [
     agent(
         "replaces the module by a link",
         """
@@ -584,4 +603,15 @@ Function.runtest = runtest
         time.sleep(0.5)
         """,
     ),
+]
+
+# The slow suite has all, the fast one those of each kind that differ most.
+ATTACKS = [
+    *CONFIGURATION[:4],
+    *(replace(attack, slow=True) for attack in CONFIGURATION[4:]),
+    *PROCESS,
+    *KNOWLEDGE[:3],
+    *(replace(attack, slow=True) for attack in KNOWLEDGE[3:]),
+    *HOSTILE[:3],
+    *(replace(attack, slow=True) for attack in HOSTILE[3:]),
 ]

@@ -77,8 +77,7 @@ def as_parameter(attack: Attack) -> object:
 @pytest.mark.parametrize("attack", map(as_parameter, ATTACKS))
 def test_an_attack_is_never_solved(tmp_path, monkeypatch, attack):
     monkeypatch.setattr(offline, "CPU_S", 10.0)
-    monkeypatch.setattr(offline, "TIMEOUT_S", 20.0)
-    task = replace(TASK, fields={**TASK.fields, "timeout_s": 20.0})
+    task = replace(TASK, fields={**TASK.fields, "timeout_s": attack.limit_s})
     result = rollout(tmp_path, attack.script, task)
     log = (tmp_path / "rollouts" / "a" / "harness.log").read_text(errors="replace")
     assert result.outcome is Outcome.COMPLETED, (result, log)

@@ -16,8 +16,18 @@ import pytest
 
 from lightning_ray import canary
 from lightning_ray.records import Outcome, Split, Task
+from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode
-from lightning_ray.tasks.swe import cleanroom, evidence, making, offline, sources, trees, twins
+from lightning_ray.tasks.swe import (
+    cleanroom,
+    evidence,
+    making,
+    measure,
+    offline,
+    sources,
+    trees,
+    twins,
+)
 from lightning_ray.tasks.swe import repository as family
 from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict
 from lightning_ray.tasks.swe.grading import GradingError
@@ -67,7 +77,7 @@ def test_every_task_has_what_the_making_promises():
         known = offline.suites()[record.package]
         for test in record.fail_to_pass:
             name = twins.function_of(test)
-            assert len(known["twins"][known["owners"].get(name, name)]) >= making.MIN_TWINS
+            assert len(known["twins"][known["owners"].get(name, name)]) >= measure.MIN_TWINS
         assert RepositoryTask.from_row(record.to_smith()) == record
         gold = RepositoryTask.from_row(record.to_bench())
         assert (gold.gold_patch, gold.bug_patch) == (record.gold_patch, record.patch)
@@ -81,15 +91,33 @@ def test_a_statement_names_no_hidden_test_and_no_change():
         assert not [x for x in lines if len(x) > 12 and x in record.problem_statement]
 
 
-def test_the_bug_undone_is_the_package_itself():
-    for record in SMALL:
+def test_every_reference_repair_gives_the_package_itself():
+    for record in EVERY:
         clean = sources.tree(record.package)
         assert trees.apply(offline.graded_tree(record), record.gold_patch) == clean
 
 
-def test_the_environment_holds_no_copy_of_a_package():
+def test_folders_with_a_copy_of_a_package_are_hidden(tmp_path, monkeypatch):
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+    other = tmp_path / "lib" / "python3.12" / "dist-packages"
+    for path in (site / "pip" / "_vendor" / "parse", other / "else"):
+        path.mkdir(parents=True)
+        (path / "__init__.py").touch()
+    monkeypatch.setattr(sources, "_LIBRARIES", (str(tmp_path / "lib"),))
+    assert sources.hidden(sources.packages()["parse"]) == [site]
     for package in sources.packages().values():
-        assert sources.copies(package, [sources.environment()]) == []
+        assert sources.copies(package, [*sources.environment().glob("lib/*/site-packages")]) == []
+
+
+@pytest.mark.skipif(sandbox.protection().bubblewrap is None, reason="there is no bubblewrap")
+def test_neither_the_agent_nor_the_code_under_test_can_import_a_copy(tmp_path, monkeypatch):
+    [copy] = (sources.environment()).glob("lib/python3*/site-packages/iniconfig")
+    package = sources.packages()["parse"].model_copy(update={"modules": ("iniconfig",)})
+    monkeypatch.setattr(sources, "_LIBRARIES", (str(copy.parent.parent.parent),))
+    monkeypatch.setattr(sources, "packages", lambda: {"parse": package})
+    with pytest.raises(cleanroom.RoomFault, match="No module named"):  # pytest itself lies there
+        cleanroom.run({}, Suite(str(sources.environment() / "bin/python"), ("",), frozenset(),
+                      frozenset()), protection=family.protection(SMALL[0]))  # fmt: skip
 
 
 # -- what the agent gets ---------------------------------------------------------------------------
@@ -140,14 +168,14 @@ def test_tests_are_cut_out_and_the_rest_of_the_file_stays():
 
 
 def honest() -> list[object]:
-    """A fixed sample; every task where LIGHTNING_RAY_SWE_ALL is set."""
-    chosen = EVERY if os.environ.get("LIGHTNING_RAY_SWE_ALL") else SMALL[1:3]
-    others = [
-        next(r for r in EVERY if r.package == name) for name in sorted({r.package for r in EVERY})
-    ]
-    slow = [r for r in others if r not in chosen and r.package != "parse"]
-    return [pytest.param(r, id=r.instance_id) for r in chosen] + [
-        pytest.param(r, id=r.instance_id, marks=pytest.mark.slow) for r in slow
+    """A fixed sample: one task of each package. All of them have the same repaired tree and the same
+    suite, so that one stands for the others; LIGHTNING_RAY_SWE_ALL takes every task."""
+    if os.environ.get("LIGHTNING_RAY_SWE_ALL"):
+        return [pytest.param(record, id=record.instance_id) for record in EVERY]
+    chosen = [next(r for r in EVERY if r.package == p) for p in sorted({r.package for r in EVERY})]
+    return [
+        pytest.param(r, id=r.instance_id, marks=[pytest.mark.slow] * (r.package != "parse"))
+        for r in chosen
     ]
 
 
@@ -156,7 +184,7 @@ def test_an_honest_repair_is_solved(record):
     result = {"files": repair(record), "refused": []}
     reward = family.grade(task_of(record), result, EPISODE)
     assert (reward.value, reward.solved, reward.metrics["tampered"]) == (1.0, True, 0.0)
-    assert reward.metrics["test_runs"] == 1 + 2 * cleanroom.PAIRS
+    assert reward.metrics["test_runs"] == 2 + 2 * cleanroom.PAIRS
 
 
 def test_another_repair_than_the_reference_is_solved():
@@ -228,6 +256,15 @@ def test_rewards_are_shaped_for_solved_training_rollouts_only():
     assert [value(j, validation) for j in (solved, half, tampered)] == [1.0, 0.0, 0.0]
 
 
+def test_a_room_in_which_the_bug_passes_is_a_fault_and_no_verdict():
+    tree = {"a.py": b"x = 1", "test_a.py": b"import a\ndef test_a():\n    assert a.x == 1"}
+    python = str(sources.environment() / "bin" / "python")
+    suite = Suite(python, ("test_a.py",), frozenset({"test_a.py::test_a"}), frozenset())
+    assert cleanroom.examine(tree, suite, known_bad={**tree, "a.py": b""}).runs == 2
+    with pytest.raises(cleanroom.RoomFault, match="known-bad tree is solved here"):
+        cleanroom.examine(tree, suite, known_bad=tree)
+
+
 @pytest.mark.parametrize("options", [{"turn_penalty": -1.0}, {"partial_credits": 0.5}])
 def test_an_option_that_shapes_nothing_is_a_fault(options):
     with pytest.raises(GradingError, match="turn_penalty|partial_credits"):
@@ -237,7 +274,7 @@ def test_an_option_that_shapes_nothing_is_a_fault(options):
 # -- evidence --------------------------------------------------------------------------------------
 
 A, B = "t.py::test_a", "t.py::test_b"
-SUITE = Suite("python", ("t.py",), frozenset({A}), frozenset({B}), frozenset(), {A: [], B: []})
+SUITE = Suite("python", ("t.py",), frozenset({A}), frozenset({B}), {A: [], B: []})
 
 
 def said(junit: Path, **changes: object) -> Report:
@@ -307,13 +344,11 @@ def test_a_twin_that_passes_is_tampering_and_a_test_that_does_not_repeat_is_unso
     )
 
 
-def test_another_set_of_tests_is_tampering(tmp_path):
+def test_tests_may_be_added_but_not_be_missing(tmp_path):
     report = said(tmp_path / "j.xml")
-    more = replace(report, collected=report.collected | {"t.py::test_new"})
-    assert evidence.weigh(more, SUITE)[0] is Verdict.TAMPERED
-    known = replace(SUITE, others=frozenset({"t.py::test_new"}))
-    assert evidence.weigh(more, known)[0] is Verdict.SOLVED
-    assert evidence.weigh(report, known)[0] is Verdict.TAMPERED
+    more = {**report.outcomes, "t.py::test_new": "failed"}
+    assert evidence.weigh(replace(report, outcomes=more), SUITE)[0] is Verdict.SOLVED
+    assert evidence.weigh(replace(report, outcomes={A: "passed"}), SUITE)[0] is Verdict.UNSOLVED
 
 
 # -- twins -----------------------------------------------------------------------------------------

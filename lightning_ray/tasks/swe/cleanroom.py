@@ -89,11 +89,14 @@ def examine(
     protection: Protection = UNPROTECTED,
     pairs: int = PAIRS,
     rng: random.Random | None = None,
+    known_bad: Mapping[str, bytes] | None = None,
 ) -> Judgement:
-    """What the suite says of a tree. An unsolved tree costs one run, a solved one `1 + 2 * pairs`.
+    """What the suite says of a tree. An unsolved tree costs one run, a solved one `1 + 2 * pairs`,
+    and one more if a `known_bad` tree is given, which must be unsolved in this same room.
 
     Raises:
-        RoomFault: no process could be started, or it failed before it reached the tests.
+        RoomFault: no process could be started, it failed before it reached the tests, or the
+            known-bad tree is not unsolved.
     """
     rng = rng or random.SystemRandom()
     first = run(tree, suite, protection=protection)
@@ -103,6 +106,11 @@ def examine(
     }
     verdict, evidence = weigh(first, suite)
     seconds, runs = first.seconds, 1
+    if known_bad is not None and verdict is Verdict.SOLVED:
+        bad = run(known_bad, suite, protection=protection)
+        seconds, runs = seconds + bad.seconds, runs + 1
+        if (found := weigh(bad, suite)[0]) is not Verdict.UNSOLVED:
+            raise RoomFault(f"the known-bad tree is {found} here: this room cannot judge")
     functions = sorted(suite.twins)
     for _ in range(pairs if functions else 0):
         if verdict is not Verdict.SOLVED:

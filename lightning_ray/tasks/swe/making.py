@@ -1,10 +1,10 @@
 """Makes repair tasks out of packages with good tests, without a network but for pip's.
 
-For each package of the manifest: `reference` runs its suite under other hash seeds and orders,
-keeps the tests that always pass, and finds twins for them (`twins.py`); `generate` lets SWE-smith's
-procedural generator, unmodified and in an environment of its own, write bugs; `judge` runs the
-suite on each bug twice and keeps it if a few tests fail for it, the same ones both times. All is
-written to a work folder as soon as it is known, so that an interrupted run goes on where it was.
+For each package of the manifest: `reference` says which tests always pass and finds twins for them
+(`measure.py`); `generate` lets SWE-smith's procedural generator, unmodified and in an environment
+of its own, write bugs; `judge` runs the suite on each bug twice and keeps it if a few tests fail
+for it, the same ones both times. All is written to a work folder as soon as it is known, so that an
+interrupted run goes on where it was.
 
 Invariants: a task's bug undone is the package's own source, byte for byte; a task is kept only if
 every test that it makes fail has at least two twins; no two tasks have the same patch; the same
@@ -25,30 +25,23 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ray.records import Json, Split
-from lightning_ray.tasks.swe import cleanroom, patches, smith_environment, sources, twins
+from lightning_ray.tasks.swe import cleanroom, measure, patches, smith_environment, sources
 from lightning_ray.tasks.swe.evidence import Suite, Tree
+from lightning_ray.tasks.swe.measure import SEED, WORKERS
 from lightning_ray.tasks.swe.sources import Package
 from lightning_ray.tasks.swe.trees import apply
 
-SEED = 24
-REFERENCE_RUNS = 3
 MAX_FAIL_TO_PASS = 20
 MIN_PASS_TO_PASS = 10
 MAX_SUITE_S = 30.0  # of a processor: the clock depends on what else the machine does
 MAX_PATCH_BYTES = 2000  # a few changed lines; more would be a copy of somebody's function
-TWIN_RUNS = 6  # tries to find twins of every test
-MAX_TWINS = 3  # kept per test
-MIN_TWINS = 2  # of every test that a bug makes fail
-MIXED_RUNS = 4  # runs with random twins that find tests which fail because another did
-TEST_SECONDS = 5.0  # of one test: some changed constants make endless loops
-VALIDATION_SHARE = 0.2  # of the functions
-TASKS_PER_PACKAGE = 50  # no package is most of the set
-WORKERS = 2
+VALIDATION_SHARE = 0.2  # of the tasks of a package, at most
+TASKS_PER_PACKAGE = 80  # about half of the set at most
 
 Say = Callable[[str], None]
 
@@ -111,7 +104,6 @@ def suite_of(package: Package, found: Json) -> Suite:
         targets=package.targets,
         fail_to_pass=frozenset(),
         pass_to_pass=frozenset(found.get("stable", ())),
-        others=frozenset(found["others"]) if "others" in found else None,
         twins={name: [tuple(e) for e in edits] for name, edits in found.get("twins", {}).items()},
         owners=found.get("owners", {}),
         touchy=frozenset(found.get("touchy", ())),
@@ -122,98 +114,12 @@ def suite_of(package: Package, found: Json) -> Suite:
 
 
 def reference(package: Package, say: Say) -> Json:
-    """Which tests always pass, and their twins."""
-    tree, bare = sources.tree(package.name), suite_of(package, {})
-    orders = [None, *range(1, REFERENCE_RUNS)]
-    runs = [
-        cleanroom.run(tree, bare, shuffle=order, hash_seed=seed)
-        for seed, order in enumerate(orders)
-    ]
-    for report in runs:
-        if report.evidence or not report.outcomes:
-            raise sources.SourceError(f"{package.name}: the suite does not run: {report.evidence}")
-    collected = frozenset.union(*(report.collected for report in runs))
-    stable = {test for test in collected if all(r.passed(test) for r in runs) and addressable(test)}
-    seconds = max(report.cpu_seconds for report in runs)
-    say(f"{package.name}: {len(stable)} of {len(collected)} tests always pass, {seconds:.1f} s")
-    found = {"stable": sorted(stable), "others": sorted(collected - stable), "seconds": seconds}
-    found["owners"] = _owners(tree, stable)
-    return (
-        found
-        | _twins(package, tree, found, say)
-        | {"runs": REFERENCE_RUNS, "seconds": round(seconds, 1)}
+    """What `measure.reference` finds of a package's suite."""
+    return measure.reference(
+        sources.tree(package.name),
+        suite_of(package, {}),
+        lambda line: say(f"{package.name}: {line}"),
     )
-
-
-def addressable(test_id: str) -> bool:
-    """True for ids that every witness and every log writes in the same way."""
-    return test_id.isascii() and test_id.isprintable()
-
-
-def _twins(package: Package, tree: Tree, found: Json, say: Say) -> Json:
-    """`twins` (changes to tests that were seen to fail, twice) and `touchy` (tests that do not
-    always pass beside failing ones)."""
-    suite = suite_of(package, found)
-    functions = sorted({suite.function(test) for test in found["stable"]})
-    every = {name: edits for name in functions if (edits := _candidates(tree, name))}
-    kept: dict[str, list[twins.Edit]] = {}
-    for attempt in range(TWIN_RUNS):
-        tried = {
-            name: edits[attempt]
-            for name, edits in every.items()
-            if attempt < len(edits) and len(kept.get(name, ())) < MAX_TWINS
-        }
-        if not tried:
-            break
-        single = replace(suite, twins={name: [edit] for name, edit in tried.items()})
-        changed = cleanroom.with_twins(tree, single, frozenset(tried), random.Random(0))
-        how = functools.partial(cleanroom.run, changed, suite, test_seconds=TEST_SECONDS)
-        with ThreadPoolExecutor(WORKERS) as pool:
-            runs = [pool.submit(how, hash_seed=seed) for seed in (0, 7)]
-        failing = set(tried).intersection(*(_failed(suite, run.result()) for run in runs))
-        for name in failing:
-            kept.setdefault(name, []).append(tried[name])
-    kept = {name: edits for name, edits in sorted(kept.items()) if len(edits) >= MIN_TWINS}
-    suite = replace(suite, twins=kept)
-    rng = random.Random(SEED)
-    touchy: set[str] = set()
-    blunt: set[str] = set()  # twins that pass when they come together with others
-    for _ in range(MIXED_RUNS):
-        half = frozenset(name for name in kept if rng.random() < 0.5)
-        for mask in (half, frozenset(kept) - half):
-            report = cleanroom.run(cleanroom.with_twins(tree, suite, mask, rng), suite)
-            missed = {test for test in suite.pass_to_pass if not report.passed(test)}
-            touchy |= set(map(suite.function, missed)) - mask
-            blunt |= mask - _failed(suite, report)
-    kept = {name: edits for name, edits in kept.items() if name not in touchy | blunt}
-    say(
-        f"{package.name}: {len(kept)} of {len(functions)} tests have twins; {len(touchy)} touchy, "
-        f"{len(blunt)} blunt"
-    )
-    return {"twins": kept, "touchy": sorted(touchy)}
-
-
-def _failed(suite: Suite, report: cleanroom.Report) -> set[str]:
-    return {suite.function(t) for t, outcome in report.outcomes.items() if outcome == "failed"}
-
-
-def _owners(tree: Tree, tests: Iterable[str]) -> dict[str, str]:
-    """For the tests that are inherited: whose they are."""
-    found = {}
-    for path in {test.partition("::")[0] for test in tests}:
-        for test, owner in twins.owners(tree[path].decode()).items():
-            found[f"{path}::{test}"] = f"{path}::{owner}"
-    names = set(map(twins.function_of, tests))
-    return {test: owner for test, owner in sorted(found.items()) if test in names}
-
-
-def _candidates(tree: Tree, name: str) -> list[twins.Edit]:
-    path, _, inside = name.partition("::")
-    try:
-        source = tree[path].decode()
-        return twins.candidates(source, inside, random.Random(f"{SEED} {name}"))
-    except (KeyError, SyntaxError, UnicodeDecodeError):  # inherited, generated, not in that file
-        return []
 
 
 # -- bugs ------------------------------------------------------------------------------------------
@@ -320,7 +226,6 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
         "package": package.name,
         "strategy": bug.strategy,
         "function": bug.function,
-        "split": split(package.name, bug.function).value,
         "patch": bug.patch,
         "FAIL_TO_PASS": failed,
     }
@@ -342,11 +247,31 @@ def repository(package: Package) -> str:
     return f"{package.owner}__{package.name}.{package.sdist_sha256[:8]}"
 
 
-def split(package: str, function: str) -> Split:
-    """Every bug of a function is in the same split."""
-    digest = hashlib.sha256(f"{SEED} {package} {function}".encode()).digest()
-    place = int.from_bytes(digest[:4]) / 2**32
-    return Split.VALIDATION if place < VALIDATION_SHARE else Split.TRAIN
+def with_splits(rows: list[Json]) -> list[Json]:
+    """The rows with their `split`. All bugs of a function are in the same one; of each package, at
+    most a fifth of the tasks are for validation."""
+    total = collections.Counter(row["package"] for row in rows)
+    bugs = collections.Counter((row["package"], row["function"]) for row in rows)
+    held_out: set[tuple[str, str]] = set()
+    taken: collections.Counter[str] = collections.Counter()
+    for package, function in sorted(bugs, key=lambda key: _digest(*key)):
+        count = bugs[package, function]
+        if taken[package] + count <= VALIDATION_SHARE * total[package]:
+            held_out.add((package, function))
+            taken[package] += count
+    return [
+        row
+        | {
+            "split": Split.VALIDATION
+            if (row["package"], row["function"]) in held_out
+            else Split.TRAIN
+        }
+        for row in rows
+    ]
+
+
+def _digest(package: str, function: str) -> bytes:
+    return hashlib.sha256(f"{SEED} {package} {function}".encode()).digest()
 
 
 def write(suites: Json, rows: list[Json], data: Path) -> None:
@@ -355,7 +280,7 @@ def write(suites: Json, rows: list[Json], data: Path) -> None:
     columns = ("instance_id", "package", "strategy", "function", "split", "patch", "FAIL_TO_PASS")
     lines = [
         json.dumps({name: row[name] for name in columns}) + "\n"
-        for row in reversed(unique.values())
+        for row in with_splits([*reversed(unique.values())])
     ]
     (data / "tasks.jsonl").write_text("".join(lines))
     lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(suites.items())]
@@ -364,7 +289,7 @@ def write(suites: Json, rows: list[Json], data: Path) -> None:
 
 def report(rows: list[Json], say: Say) -> None:
     """Counts, for people."""
-    counts = collections.Counter((row["package"], row["split"]) for row in rows)
+    counts = collections.Counter((row["package"], row["split"].value) for row in with_splits(rows))
     for (package, part), count in sorted(counts.items()):
         say(f"{package:12s} {part:10s} {count}")
     print(f"{len(rows)} tasks", file=sys.stderr)

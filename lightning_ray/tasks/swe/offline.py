@@ -117,7 +117,6 @@ def suite(record: RepositoryTask) -> Suite:
         targets=package.targets,
         fail_to_pass=failing,
         pass_to_pass=frozenset(known["stable"]) - failing,
-        others=frozenset(known["others"]),
         twins={name: [tuple(e) for e in edits] for name, edits in known["twins"].items()},
         owners=known["owners"],
         touchy=frozenset(known["touchy"]),

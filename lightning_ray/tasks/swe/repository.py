@@ -73,6 +73,7 @@ def prepare(task: Task, folder: Path) -> Json:
     return {
         "path": [str(sources.environment() / "bin")],
         "readable": [str(path) for path in sources.readable()],
+        "hidden": [str(path) for path in sources.hidden(sources.packages()[record.package])],
     }
 
 
@@ -156,10 +157,11 @@ def judge(record: RepositoryTask, changes: Mapping[str, str | None]) -> Judgemen
     """
     try:
         suite = offline.suite(record)
-        tree = merged(offline.graded_tree(record), changes, protected(record))
+        broken = offline.graded_tree(record)
+        tree = merged(broken, changes, protected(record))
         if tree is None:
             return Judgement(Verdict.UNSOLVED, ("a file where a folder must be",))
-        return cleanroom.examine(tree, suite, protection=protection())
+        return cleanroom.examine(tree, suite, protection=protection(record), known_bad=broken)
     except (RoomFault, RecordError, sources.SourceError, ValueError) as error:
         raise GradingError(f"task {record.instance_id}: cannot grade: {error}") from error
 
@@ -191,8 +193,9 @@ def shaped(
     return max(1.0 - penalty, shaping.least_solved)
 
 
-def protection() -> Protection:
+def protection(record: RepositoryTask) -> Protection:
     """Bubblewrap without a network, where this machine has it; else only a process of its own."""
+    readable, hidden = sources.readable(), sources.hidden(sources.packages()[record.package])
     return Protection(
-        prefix=lambda room, scratch: sandbox.prefix(scratch, [room, *sources.readable()])
+        prefix=lambda room, scratch: sandbox.prefix(scratch, [room, *readable], hidden)
     )

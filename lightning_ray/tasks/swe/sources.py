@@ -28,6 +28,7 @@ from lightning_ray.tasks.swe.evidence import Tree
 
 DATA = Path(__file__).with_name("data")
 _DONE = "installed"  # written last: an environment without it is half an installation
+_LIBRARIES = (f"{sys.base_prefix}/lib", "/usr/lib", "/usr/local/lib")
 _DOWNLOAD_S = 300  # a source distribution is below a megabyte
 
 
@@ -149,17 +150,27 @@ def readable() -> list[Path]:
     return [environment(), Path(sys.base_prefix).resolve()]
 
 
-def copies(package: Package, folders: list[Path]) -> list[Path]:
-    """Where else a package's code lies below `folders`: each would show an agent the answer."""
-    names = {f"{module}{suffix}" for module in package.modules for suffix in ("", ".py")}
-    found = []
-    for folder in folders:
-        for at, below, files in os.walk(folder):
-            for name in names.intersection([*below, *files]):
-                path = Path(at) / name
-                if path.suffix == ".py" or (path / "__init__.py").exists():
-                    found.append(path)
-    return sorted(found)
+def shared() -> list[Path]:
+    """Where Python's installations on this machine keep packages that every sandbox shows."""
+    return sorted(path for top in _LIBRARIES for path in Path(top).glob("python3*/*-packages"))
+
+
+def copies(package: Package, roots: list[Path]) -> list[Path]:
+    """Where else a package's code lies, installed or vendored below `roots`: an agent, or the code
+    under test, could read the answer there."""
+    return sorted(
+        path
+        for root in roots
+        for module in package.modules
+        for pattern in ("{}", "*/_vendor/{}", "*/vendor/{}")
+        for name in (f"{module}.py", f"{module}/__init__.py")
+        for path in root.glob(pattern.format(name))
+    )
+
+
+def hidden(package: Package) -> list[Path]:
+    """The folders of `shared` that must not be seen, because they hold a copy."""
+    return [root for root in shared() if copies(package, [root])]
 
 
 def _pip(what: str, argv: list[str], requirements: Path) -> None:
