@@ -13,15 +13,13 @@ import functools
 from pathlib import Path
 
 from lightning_ray.config import ConfigError
-from lightning_ray.tasks.swe import cleanroom, patches, sources, trees
+from lightning_ray.rollouts import sandbox
+from lightning_ray.tasks.swe import cleanroom, sources, trees
 from lightning_ray.tasks.swe.evidence import Suite
 from lightning_ray.tasks.swe.patches import PatchError
 from lightning_ray.tasks.swe.preparation.reference import SuiteRun
 from lightning_ray.tasks.swe.record import RepositoryTask
 from lightning_ray.tasks.swe.sources import Package
-
-# Part of a file's lines that makes another one a copy: versions share far more, strangers a tenth.
-COPIED = 0.5
 
 
 class Local:
@@ -60,33 +58,18 @@ class Local:
         return SuiteRun(passed, report.seconds, problem)
 
     def exposed(self, record: RepositoryTask) -> str | None:
-        package = _package(record)
-        for path in sorted(patches.paths(record.bug_patch)):
-            if found := _copy_of(package.name, path):
-                return f"{found} is a copy of {path}"
-        return None
-
-
-@functools.cache
-def _copy_of(name: str, path: str) -> Path | None:
-    """A file that an agent can read and that holds most lines of a package's file. The name alone
-    says little: the standard library has a parse.py, too."""
-    wanted, base = _lines(sources.tree(name).get(path, b"")), Path(path).name
-    for copy in _copies(name):
-        files = [copy] if copy.is_file() else sorted(copy.rglob(base))
-        for file in (file for file in files if file.name == base and file.is_file()):
-            if wanted and len(wanted & _lines(file.read_bytes())) >= COPIED * len(wanted):
-                return file
-    return None
+        found = _copies(_package(record).name)
+        return f"{found[0]} is a copy of the package" if found else None
 
 
 @functools.cache
 def _copies(name: str) -> list[Path]:
-    return sources.copies(sources.packages()[name], sources.readable())
-
-
-def _lines(content: bytes) -> frozenset[bytes]:
-    return frozenset(line.strip() for line in content.splitlines()) - {b""}
+    """Copies that an agent could read: in the environment of the tests and, where there is no
+    sandbox to hide them, among the packages of this machine."""
+    roots = sorted(sources.environment().glob("lib/python3*/site-packages"))
+    if sandbox.protection().bubblewrap is None:
+        roots += sources.shared()
+    return sources.copies(sources.packages()[name], roots)
 
 
 def _package(record: RepositoryTask) -> Package:
