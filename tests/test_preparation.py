@@ -209,6 +209,15 @@ def test_two_bugs_in_one_line_are_two_tasks() -> None:
     ]
 
 
+def test_one_bug_in_two_functions_is_two_tasks_if_the_diff_or_the_record_names_them() -> None:
+    bare = diff().replace(" def mean(values):\n", "")
+    in_the_diff = [record("a"), record("b", patch=diff(function="median"))]
+    by_the_record = [record(n, patch=bare, function=f"pkg/stats.py::{n}") for n in "ab"]
+    for found in (in_the_diff, by_the_record):
+        verdicts = filters.apply(filters.standard(Options()), found)
+        assert [rule for _, rule, _ in verdicts] == ["", ""]
+
+
 def test_a_short_line_or_one_that_was_there_before_tells_nothing() -> None:
     short = record(patch=diff("    return x", "    return y"), problem_statement="Use return x.")
     quoted = record(problem_statement=f"It says {WRONG.strip()}, which is wrong.")

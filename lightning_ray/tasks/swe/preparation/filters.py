@@ -56,7 +56,8 @@ class Change:
     @cached_property
     def lines(self) -> frozenset[tuple[str, str, str]]:
         """Removed and added lines: the file, the function or class, and the line with its sign and
-        single spaces. The function is the last definition above, as far as the diff shows it."""
+        single spaces. The function is the record's own, or else the last definition above, as far
+        as the diff shows it."""
         found = set()
         for part in self.fix:
             name = ""
@@ -66,7 +67,8 @@ class Change:
                 if definition := _DEFINITION.match(line[1:]):
                     name = definition[1]
                 if line[:1] in "+-" and line[1:].strip():
-                    found.add((part.path, name, line[0] + " ".join(line[1:].split())))
+                    function = self.record.function or f"{part.path}::{name}"
+                    found.add((part.path, function, line[0] + " ".join(line[1:].split())))
         return frozenset(found)
 
     def side(self, sign: str) -> set[str]:
@@ -234,10 +236,7 @@ def functions(record: RepositoryTask) -> frozenset[str]:
         PatchError: the patch cannot be read.
     """
     where = repository(record.repo)
-    found = {f"{path}::{name}" for path, name, _ in Change(record).lines}
-    return frozenset(
-        f"{where}:{name}" for name in ([record.function] if record.function else found)
-    )
+    return frozenset(f"{where}:{function}" for _, function, _ in Change(record).lines)
 
 
 def keys(record: RepositoryTask, separate: Literal["function", "repository"]) -> frozenset[str]:
