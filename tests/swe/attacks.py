@@ -341,7 +341,7 @@ Function.runtest = runtest
                     vars(module)[name] = functools.wraps(value)(lambda *a, **k: None)
         AssertionRewritingHook.exec_module = exec_module
         """,
-        UNSOLVED,
+        TAMPERED,
     ),
     source(
         "rewrites the tests on disk",

@@ -21,20 +21,14 @@ from lightning_ray.tasks.swe import offline
 from lightning_ray.tasks.swe import repository as family
 from lightning_ray.tasks.swe.evidence import Verdict
 
-PACKAGE = "parse"  # the fastest suite
 boxed = pytest.mark.skipif(
     sandbox.protection().bubblewrap is None or not sandbox.protection().network,
     reason="this machine has no bubblewrap with a network of its own",
 )
 
 
-def tasks() -> list[Task]:
-    return [
-        task for task in offline.train() + offline.validation() if task.fields["package"] == PACKAGE
-    ]
-
-
-TASK = tasks()[0]
+# One hidden test fails, late in the suite: the easiest one to attack.
+[TASK] = [task for task in offline.train() + offline.validation() if "b96d2ehw" in task.task_id]
 EPISODE = Episode("r", "r-a0", Outcome.COMPLETED, "", ("I mended it.",))
 
 
