@@ -260,6 +260,11 @@ class RolloutSection(Section):
     keep_workspaces: bool = Field(
         False, description="Keep workspaces after grading, for debugging."
     )
+    keep_results: bool = Field(
+        False,
+        description="Keep in the store what task.collect read, as an event of the rollout. An "
+        "evaluation always does.",
+    )
 
 
 class TaskSection(Section):
@@ -289,3 +294,9 @@ class TaskSection(Section):
         None, description="Command that reads a JSON object on stdin and prints a reward as JSON."
     )
     grader_timeout_s: float = Field(300, gt=0, description="Longest wait for a reward, in seconds.")
+    grader_options: dict[str, float] = Field(
+        default_factory=dict,
+        description="What the grader gets as `episode.options`. `tasks.swe.repository` knows "
+        "turn_penalty, free_turns, prompt_penalty, free_prompt_tokens, least_solved and "
+        "partial_credit (docs/swe.md).",
+    )

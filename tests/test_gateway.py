@@ -11,6 +11,7 @@ import pytest
 import ray
 from support import CALL, HELLO, MAX_MODEL_LEN, TOOLS, Running
 
+from lightning_ray import canary
 from lightning_ray.gateway import deploy
 from lightning_ray.records import Outcome, Reward
 
@@ -81,6 +82,18 @@ def test_a_history_with_tool_calls_and_parts_is_rendered(gateway):
     )
     assert "<|im_start|>system\nbe brief" in prompt
     assert "a.txt" in prompt and '"command": "ls"' in prompt
+
+
+def test_a_canary_in_a_prompt_is_noted_with_its_call(gateway):
+    attempt, other = gateway.attempt(), gateway.attempt()
+    client, seen = gateway.client(attempt), canary.mint("git")
+    leak = [{"role": "user", "content": f"object 12: {seen}"}]
+    for messages in (HELLO, leak, leak):
+        client.chat.completions.create(model="m", messages=messages)
+    gateway.client(other).chat.completions.create(model="m", messages=HELLO)
+    noted = ray.get(gateway.store.canary.remote(attempt))
+    assert noted == f"call 1 of attempt {attempt} read a canary ({seen})"
+    assert ray.get(gateway.store.canary.remote(other)) is None
 
 
 def test_several_choices_are_several_recorded_samples(gateway):

@@ -74,6 +74,6 @@ def test_every_locked_package_is_listed_with_its_licence(
 def test_every_test_that_the_security_page_names_is_there(repository: Path) -> None:
     page = (repository / "SECURITY.md").read_text()
     named = set(re.findall(r"`(test_\w+)`", page))
-    sources = [file.read_text() for file in (repository / "tests").glob("test_*.py")]
+    sources = [file.read_text() for file in (repository / "tests").rglob("test_*.py")]
     there = {name for source in sources for name in re.findall(r"^def (test_\w+)\(", source, re.M)}
     assert len(named) > 30 and named <= there, named - there

@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 
 from lightning_ray import metrics
 from lightning_ray.records import Outcome
-from lightning_ray.report import console, curves, summary, transcripts
+from lightning_ray.report import console, curves, statistics, summary, transcripts
 from lightning_ray.report.console import Console, View
 from lightning_ray.report.summary import Score
 from lightning_ray.report.transcripts import Episode
@@ -155,12 +155,12 @@ def test_a_run_without_finished_rollouts_still_has_a_transcript_file(tmp_path: P
     ],
 )
 def test_the_interval_is_wilsons(successes: int, trials: int, low: float, high: float) -> None:
-    assert summary.wilson(successes, trials) == pytest.approx((low, high), abs=1e-4)
+    assert statistics.wilson(successes, trials) == pytest.approx((low, high), abs=1e-4)
 
 
 def test_more_successes_than_trials_are_refused() -> None:
     with pytest.raises(ValueError, match="3 successes in 2 trials"):
-        summary.wilson(3, 2)
+        statistics.wilson(3, 2)
 
 
 def test_the_table_shows_solve_rates_with_intervals_before_and_after() -> None:

@@ -117,8 +117,11 @@ class MemoryStore:
         calls = 0 if "silent" in attempt_id else 2
         return Summary(calls, 10 * calls, 503 if "faulty" in attempt_id else None)
 
-    async def texts(self, attempt_id: str) -> list[str]:
-        return ["one", "two"]
+    async def said(self, attempt_id: str) -> tuple[list[str], int]:
+        return ["one", "two"], 7
+
+    async def canary(self, attempt_id: str) -> str | None:
+        return f"call 1 of attempt {attempt_id} read a canary" if "spy" in attempt_id else None
 
     async def wait_reward(self, rollout_id: str, timeout_s: float) -> Reward | None:
         return self.rewards.get(rollout_id)
@@ -219,6 +222,7 @@ def test_rollouts_end_with_the_outcome_and_reward_they_deserve(
         "resumed": "do it",
         "lost": "unpreparable",
         "odd": "ungradable",
+        "spy": "do it",
     }
     run.submit(**statements)
     run.submit(**statements)
@@ -240,6 +244,7 @@ def test_rollouts_end_with_the_outcome_and_reward_they_deserve(
         "faulty": (Outcome.GATEWAY_FAULT, "last answer HTTP 503"),
         "lost": (Outcome.LAUNCH_FAULT, "no such repository"),
         "odd": (Outcome.GRADER_FAULT, "must return a lightning_ray.records.Reward, got 1.0"),
+        "spy": (Outcome.GRADER_FAULT, "call 1 of attempt spy-a1 read a canary"),
     }
     for name, (outcome, detail) in faults.items():
         assert (done[name].state, done[name].outcome) == (RolloutState.FAILED, outcome), name
@@ -260,8 +265,8 @@ def test_rollouts_end_with_the_outcome_and_reward_they_deserve(
     assert (run.config.run_dir / "rollouts/good-a0").stat().st_mode & 0o777 == 0o700
 
     status = ray.get(run.controller.status.remote())
-    assert (status.finished, status.failed, status.queued, status.running) == (3, 4, 0, 0)
-    assert status.outcomes[Outcome.GRADER_FAULT] == 2
+    assert (status.finished, status.failed, status.queued, status.running) == (3, 5, 0, 0)
+    assert status.outcomes[Outcome.GRADER_FAULT] == 4
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
 
 from lightning_ray.records import Outcome, Reward, Split, Task
 from lightning_ray.rollouts import sandbox
@@ -24,6 +27,7 @@ from lightning_ray.tasks.swe.workspace import (
     MAX_REFUSED,
     collect,
     prepare,
+    write_files,
 )
 
 EVERY = embedded.train() + embedded.validation()
@@ -85,7 +89,7 @@ def test_a_task_gives_nothing_of_its_tests_away():
 
 def test_an_untouched_workspace_has_no_changes(tmp_path):
     prepare(TASK, tmp_path)
-    assert collect(TASK, tmp_path) == {"files": {}, "refused": []}
+    assert collect(TASK, tmp_path) == {"files": {}, "refused": [], "patch": ""}
 
 
 def test_changed_new_and_deleted_files_are_collected(tmp_path):
@@ -98,11 +102,43 @@ def test_changed_new_and_deleted_files_are_collected(tmp_path):
         (tmp_path / ignored).mkdir()
         (tmp_path / ignored / "x").write_text("x")
     found = collect(TASK, tmp_path)
+    assert json.loads(json.dumps(found)) == found
+    assert found.pop("patch").count("diff --git") == 3
     assert found == {
         "files": {"README.md": None, INIT: "x = 1\n", "new/ä.txt": "äöü\r\n"},
         "refused": [],
     }
-    assert json.loads(json.dumps(found)) == found
+
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=5)
+TEXTS = st.text(st.sampled_from("ab\n\r\f ä"), max_size=12)
+
+
+# Slow because of git, so few; what it found once is fixed here.
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(NAMES.map("f{}".format), st.tuples(*[st.none() | TEXTS] * 2), max_size=3))
+@example({"a b": ("x", None), 'q"\\é\n': (None, "y"), "empty": (None, ""), "gone": ("", None)})
+def test_git_applies_the_patch_and_gets_what_the_harness_left(changes):
+    before = {name: old for name, (old, _) in changes.items() if old is not None}
+    after = {name: new for name, (_, new) in changes.items() if new is not None}
+    task = replace(TASK, fields={"files": before})
+    with tempfile.TemporaryDirectory() as folder:
+        left, applied = Path(folder, "left"), Path(folder, "applied")
+        for tree, files in ((left, after), (applied, before)):
+            tree.mkdir()
+            write_files(files, tree)
+        found = collect(task, left)
+        assume(not found["refused"])
+        if found["patch"]:
+            subprocess.run(
+                ["git", "apply", "--whitespace=nowarn", "-"],
+                input=found["patch"].encode(),
+                cwd=applied,
+                check=True,
+            )
+        assert {f.name: f.read_bytes() for f in applied.iterdir()} == {
+            f.name: f.read_bytes() for f in left.iterdir()
+        }
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from runs import PATIENCE, ROOT, command, start, wait_for
 
 from lightning_ray import metrics
+from lightning_ray.report import evaluations
 from lightning_ray.run.checkpoint import Checkpoints
 from lightning_ray.samples import dataset
 from lightning_ray.tasks.swe import embedded
@@ -103,9 +104,19 @@ def test_an_evaluation_reports_base_and_trained_weights_and_goes_on_where_it_was
             timeout=PATIENCE,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "95 % interval" in done.stdout
-    rollouts = sorted(path.name for path in (run_dir / "evaluations" / "rollouts").iterdir())
+        assert "95 % interval" in done.stdout and "sign-flip test" in done.stdout
+    folder = run_dir / "evaluations"
+    rollouts = sorted(path.name for path in (folder / "rollouts").iterdir())
     assert len(rollouts) == 4, rollouts
+    found = [evaluations.read(path) for path in sorted(folder.glob("*-*.json"))]
+    assert [one.name.partition("-")[0] for one in found] == ["base", "trained"]
+    for one in found:
+        assert len(one.graded) == 2 and all(r.sampled_tokens for r in one.graded)
+        # Whatever the model wrote is in the patch, in SWE-bench's format.
+        [file] = folder.glob(f"{one.name}.predictions-*.jsonl")
+        patches = [json.loads(line)["model_patch"] for line in file.read_text().splitlines()]
+        written = [bool(r.metrics["right_file"]) for r in one.graded]
+        assert all(patch for patch, right in zip(patches, written, strict=True) if right)
 
 
 def test_the_batches_are_a_ray_dataset_of_the_steps_that_count(killed_and_resumed):

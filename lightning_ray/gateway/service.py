@@ -25,6 +25,7 @@ from typing import Any
 import orjson
 import ray
 
+from lightning_ray import canary
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.pool import EnginePool, NoEngine
 from lightning_ray.gateway import access, bodies
@@ -100,7 +101,10 @@ class Service:
         arrived = time.monotonic()
         try:
             memory = await self._memory(attempt_id, headers)
-            data = bodies.decode(await body())
+            raw = await body()
+            if found := canary.seen(raw.decode(errors="replace")):
+                await self._store.note_canary.remote(attempt_id, len(memory.calls), found[0])
+            data = bodies.decode(raw)
             request = dialect.parse(data)
             fingerprint = bodies.fingerprint(dialect.NAME, data)
             is_retry = headers.get("x-stainless-retry-count", "0") not in ("0", "")

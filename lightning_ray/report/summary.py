@@ -15,31 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-# Two-sided 95 % of the standard normal distribution.
-Z_95 = 1.959964
-
-
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """The 95 % score interval of a binomial proportion.
-
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22
-    (1927), as equation (4) in Brown, Cai and DasGupta, "Interval estimation for a binomial
-    proportion", Statistical Science 16 (2001), who recommend it for small samples.
-
-    Raises:
-        ValueError: `successes` is not between 0 and `trials`.
-
-    >>> tuple(round(bound, 3) for bound in wilson(31, 32))
-    (0.843, 0.994)
-    """
-    if not 0 <= successes <= trials:
-        raise ValueError(f"{successes} successes in {trials} trials")
-    if trials == 0:
-        return 0.0, 1.0
-    rate, z2 = successes / trials, Z_95**2
-    centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
-    half = Z_95 / (1 + z2 / trials) * math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+from lightning_ray.report.statistics import wilson
 
 
 @dataclass(frozen=True)

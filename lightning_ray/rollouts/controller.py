@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,13 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from lightning_ray.config import RunConfig
 from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, RolloutSpec, RolloutState
 from lightning_ray.rollouts import harness
-from lightning_ray.rollouts.grading import Episode, GradeRequest, GraderFault, grade
+from lightning_ray.rollouts.grading import (
+    Episode,
+    GradeRequest,
+    GraderFault,
+    ask_outside,
+    grade,
+)
 from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycle, Next, judge
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_attempt
 from lightning_ray.rollouts.pods.attempts import Pods
@@ -37,6 +42,7 @@ from lightning_ray.rollouts.sandbox import wanted
 from lightning_ray.store.attempts import Known
 
 NAMESPACE = "lightning_ray"  # of Ray's actor names
+RESULT_EVENT = "result"  # the kind of the event that keeps what task.collect read
 MODEL_NAME = "policy"  # what harnesses are told; the gateway serves one model and ignores the name
 _MAX_CONCURRENCY = 1000  # method calls at a time; a long poll must not hold up the others
 _INSIST_S = 5.0  # longer than a worker needs to kill a harness and remove its workspace
@@ -279,21 +285,47 @@ class RolloutController:
         self, attempt: Attempt, outcome: Outcome, detail: str, result: Json | None
     ) -> Reward | GraderFault:
         task, attempt_id = self._config.task, attempt.attempt_id
+        if self._config.rollout.keep_results and result is not None:
+            kept = {"attempt_id": attempt_id, "result": result}
+            await self._store.add_event.remote(
+                f"{attempt_id}.result", attempt.spec.rollout_id, RESULT_EVENT, kept, time.time()
+            )
         grader = task.grader or task.grader_command
+        if seen := await self._store.canary.remote(attempt_id):
+            return GraderFault(f"{seen}: the agent saw what it must not, and its rollout is void")
         if grader is None:
             key = await self._store.grader_key.remote(attempt.spec.rollout_id)
-            self._ask_outside(attempt, outcome, result, key)
+            ask_outside(
+                self._config.run_dir / "rollouts" / attempt_id,
+                {
+                    "url": f"{self._gateway_url}/rollout/{attempt.spec.rollout_id}/reward",
+                    "key": key,
+                    "rollout_id": attempt.spec.rollout_id,
+                    "task_id": attempt.spec.task.task_id,
+                    "outcome": outcome,
+                    "result": result,
+                },
+            )
             posted = await self._store.wait_reward.remote(
                 attempt.spec.rollout_id, task.grader_timeout_s
             )
             return posted or GraderFault(f"no reward was posted within {task.grader_timeout_s:g} s")
-        texts = tuple(await self._store.texts.remote(attempt_id))
+        texts, prompt_tokens = await self._store.said.remote(attempt_id)
         if attempt_id in self._stopped:
             return GraderFault("cancelled")
         request = GradeRequest(
             task=attempt.spec.task,
             result=result,
-            episode=Episode(attempt.spec.rollout_id, attempt_id, outcome, detail, texts),
+            episode=Episode(
+                attempt.spec.rollout_id,
+                attempt_id,
+                outcome,
+                detail,
+                tuple(texts),
+                attempt.spec.split,
+                prompt_tokens,
+                task.grader_options,
+            ),
             grader=grader,
             limits=self._limits(task.grader_timeout_s),
             log=self._config.run_dir / "rollouts" / attempt_id / "grader.log",
@@ -315,25 +347,6 @@ class RolloutController:
         if launcher == "task":
             launcher = attempt.spec.task.fields.get("launcher", "local")
         return self._pods if launcher == "kubernetes" else None
-
-    def _ask_outside(
-        self, attempt: Attempt, outcome: Outcome, result: Json | None, key: str
-    ) -> None:
-        """Leaves what a grader outside needs in `grade_me.json`, readable by the operator only."""
-        folder = self._config.run_dir / "rollouts" / attempt.attempt_id
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        wanted = {
-            "url": f"{self._gateway_url}/rollout/{attempt.spec.rollout_id}/reward",
-            "key": key,
-            "rollout_id": attempt.spec.rollout_id,
-            "task_id": attempt.spec.task.task_id,
-            "outcome": outcome,
-            "result": result,
-        }
-        partial = folder / "grade_me.tmp"
-        partial.touch(mode=0o600)
-        partial.write_text(json.dumps(wanted))
-        partial.rename(folder / "grade_me.json")
 
     async def _wait(self, attempt: Attempt, ref: Any) -> Any:
         """The result of a Ray task, which `cancel` can find meanwhile."""

@@ -24,9 +24,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lightning_ray.records import Json, Outcome, Task
 from lightning_ray.rollouts import harness, process
@@ -88,6 +90,18 @@ class AttemptResult:
     cpu_seconds: float = 0.0
 
 
+class Setting(BaseModel):
+    """What `prepare` may return: environment variables of the harness, folders before its PATH,
+    what it can read besides its own, and folders in that which must be empty in a sandbox."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    env: dict[str, str] = {}
+    path: list[str] = []
+    readable: list[str] = []
+    hidden: list[str] = []
+
+
 class FamilyError(Exception):
     """A function of the task family failed; the message says which, and for which task."""
 
@@ -129,7 +143,11 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
     venv = install(recipe)
     base = process.base_environment(home, tmp)
     readable = harness.readable(recipe, venv, base["PATH"])
-    sandbox, url = around(box, request.root_url, readable, request.sandbox)
+    setting = _prepare(request, workspace)
+    readable = [*readable, *map(Path, setting.readable)]
+    hidden = (*request.sandbox.hidden, *map(Path, setting.hidden))
+    wanted = replace(request.sandbox, hidden=hidden)
+    sandbox, url = around(box, request.root_url, readable, wanted)
     values = Values(
         base_url=f"{url}/v1",
         root_url=url,
@@ -151,11 +169,10 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(harness.fill(content, values))
     shared = Path(tempfile.gettempdir())
-    if request.prepare:
-        call_family("task.prepare", request.prepare, request.task, workspace)
+    base["PATH"] = os.pathsep.join([*setting.path, base["PATH"]])
     report = process.run(
         argv,
-        env=base | ({"TMPDIR": "/tmp"} if sandbox else {}) | env,
+        env=base | ({"TMPDIR": "/tmp"} if sandbox else {}) | setting.env | env,
         cwd=Path(harness.fill(recipe.cwd, values)),
         log=request.log_dir / "harness.log",
         limits=request.limits,
@@ -177,6 +194,22 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
     return AttemptResult(
         outcome, detail, result, report.seconds, report.peak_rss_bytes, report.cpu_seconds
     )
+
+
+def _prepare(request: AttemptRequest, workspace: Path) -> Setting:
+    """Lets the task family fill the workspace."""
+    if request.prepare is None:
+        return Setting()
+    given = call_family("task.prepare", request.prepare, request.task, workspace)
+    try:
+        return Setting.model_validate({} if given is None else given)
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        where = ".".join(map(str, first["loc"])) or "what it returned"
+        raise FamilyError(
+            f"task.prepare={request.prepare} must return nothing, or an object with env, path, "
+            f"readable and hidden: {where}: {first['msg']}"
+        ) from error
 
 
 def call_family(key: str, name: str, task: Task, workspace: Path) -> Json | None:

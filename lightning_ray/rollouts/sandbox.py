@@ -156,13 +156,13 @@ def around(
     return Sandbox(tuple(argv), True, (host, port)), inside
 
 
-def prefix(folder: Path, readable: Iterable[Path]) -> list[str]:
+def prefix(folder: Path, readable: Iterable[Path], hidden: Iterable[Path] = ()) -> list[str]:
     """What stands before a command line, so that it runs in a sandbox without any network, in which
-    it can write to `folder` only; nothing where this machine cannot."""
+    it can write to `folder` only; nothing where this machine cannot. `hidden` folders are empty."""
     program = shutil.which("bwrap")
     if program is None:
         return []
-    mounts = _mounts(set(readable), (), _bind("--bind", folder))
+    mounts = _mounts(set(readable), hidden, _bind("--bind", folder))
     argv = [*_arguments(program, True), *mounts, "--chdir", str(folder), "--"]
     works = subprocess.run([*argv, "true"], capture_output=True, timeout=_PROBE_S)
     return argv if works.returncode == 0 else []

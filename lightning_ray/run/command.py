@@ -1,6 +1,6 @@
 """The command line of a training job.
 
-    python jobs/train_swe.py [CONFIG.yaml] [section.key=value ...] [--dry-run]
+    python jobs/train_swe.py [CONFIG.yaml] [section.key=value ...] [--rehearse] [--dry-run]
 
 Whatever a user can put right (configuration, a taken port, a full disk, a busy run directory) ends
 in one line on stderr and exit status 2; an interrupted run says how to resume and ends with 130.
@@ -13,6 +13,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,7 +23,9 @@ from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.report.console import Console, View
 
 if TYPE_CHECKING:
+    from lightning_ray.report.evaluations import Evaluation
     from lightning_ray.run.ending import Results
+    from lightning_ray.run.evaluation import Job
 
 ModelResolver = Callable[[str], Path]
 
@@ -39,12 +42,23 @@ def parse(argv: Sequence[str], default: Path) -> tuple[RunConfig, bool]:
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
-    options = parser.parse_args(argv)
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run this configuration small: a tiny model, the embedded tasks, no GPU, two steps",
+    )
+    options = parser.parse_intermixed_args(argv)  # options may stand anywhere
     files = [argument for argument in options.arguments if "=" not in argument]
     if len(files) > 1:
         raise ConfigError(f"one configuration file at most, not {', '.join(files)}")
     overrides = [argument for argument in options.arguments if "=" in argument]
-    return configuration.load(files[0] if files else default, overrides), options.dry_run
+    file = files[0] if files else default
+    config = configuration.load(file, overrides)
+    if options.rehearse:
+        from lightning_ray.run import rehearsal
+
+        config = configuration.load(file, [*rehearsal.overrides(config), *overrides])
+    return config, options.dry_run
 
 
 def main(default: Path, resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int:
@@ -61,18 +75,21 @@ def main(default: Path, resolve_model: ModelResolver, argv: Sequence[str] | None
 
 
 def _dry_run(config: RunConfig) -> None:
+    import torch
+
     from lightning_ray.placement import Device, describe
     from lightning_ray.rollouts import harness
 
     harness.load(config.harness.recipe, config.harness.args, config.harness.env)
-    print(configuration.dump(config))
-    device = Device.CPU
-    try:
-        import torch
+    if config.trainer.strategy == "megatron":
+        from lightning_ray.trainer import verl_config
 
-        device = Device.GPU if torch.cuda.is_available() else Device.CPU
-    finally:
-        print(describe(config, device))
+        verl_config.check(config)
+    # What needs GPUs is planned for a machine that has them, wherever it is asked.
+    needs = config.engine.tensor_parallel > 1 or config.trainer.strategy == "megatron"
+    device = Device.GPU if needs or torch.cuda.is_available() else Device.CPU
+    print(configuration.dump(config))
+    print(describe(config, device))
 
 
 def _train(config: RunConfig, resolve_model: ModelResolver, command: str) -> int:
@@ -111,31 +128,68 @@ def _until_done(config: RunConfig, model_dir: Path, console: Console) -> Results
 
 
 def evaluate(resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int:
-    """Runs an evaluation job; returns the exit status."""
+    """Runs an evaluation job, or shows finished ones; returns the exit status."""
     parser = argparse.ArgumentParser(
-        description="Evaluates what a run trained against its base model."
+        description="pass@k, cost and outcomes of a run's base model and of what it trained, and "
+        "their paired comparison.",
+        epilog="docs/evaluation.md says what the numbers mean.",
     )
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("source", type=Path, nargs="?", metavar="RUN_DIR | CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--samples", type=int, default=1, help="rollouts per task (default: 1)")
-    options = parser.parse_args(argv)
+    parser.add_argument(
+        "--models",
+        default="",
+        metavar="A,B",
+        help="base, trained, step-00010 or a folder with weights (default: base,trained)",
+    )
+    parser.add_argument(
+        "--show",
+        nargs="+",
+        type=Path,
+        metavar="FILE.json",
+        help="run nothing; show these evaluations, each compared with the first",
+    )
+    options = parser.parse_intermixed_args(argv)
     try:
+        from lightning_ray.report import evaluation_tables, evaluations
+
+        if options.show:
+            console = Console("evaluation")
+            for part in evaluation_tables.tables([evaluations.read(f) for f in options.show]):
+                console.print(part)
+            return 0
+        if options.source is None or options.samples < 1:
+            raise ConfigError("name a run directory or a configuration, and at least one sample")
         from lightning_ray.run import evaluation
 
-        config = evaluation.config_of(options.run_dir, options.overrides)
+        models = [name for name in options.models.split(",") if name]
+        job = evaluation.job(options.source, models, options.samples, options.overrides)
     except ConfigError as error:
         return _fail(str(error))
 
+    again = " ".join(map(shlex.quote, ["python", *sys.argv]))
+    status, found = run_evaluation(job, resolve_model, again)
+    for part in evaluation_tables.tables(found) if found else ():
+        Console("evaluation").print(part)
+    return status
+
+
+def run_evaluation(
+    job: Job, resolve_model: ModelResolver, again: str
+) -> tuple[int, list[Evaluation]]:
+    """Runs a job on a cluster: the exit status, and the evaluations if it came to its end. `again`
+    is the command that goes on."""
+    from lightning_ray.run import evaluation
+
+    found: list[Evaluation] = []
+
     def work(config: RunConfig, console: Console) -> None:
-        from lightning_ray.report.summary import final_table
-
         with console:
-            scores = evaluation.evaluate(
-                config, resolve_model(config.model.path), options.run_dir, options.samples, console
-            )
-        console.print(final_table(*scores))
+            model = resolve_model(config.model.path)
+            found.extend(evaluation.evaluate(replace(job, config=config), model, console))
 
-    return _on_cluster(config, work, " ".join(map(shlex.quote, ["python", *sys.argv])))
+    return _on_cluster(job.config, work, again), found
 
 
 def _on_cluster(config: RunConfig, work: Callable[[RunConfig, Console], None], again: str) -> int:

@@ -1,78 +1,239 @@
-"""Pass@1 of the base model and of the weights that a run trained, with the harness of that run.
+"""pass@k of one or several models on a set of tasks, with the harness and the settings of a run.
 
-One stack serves both: the engines start with the base model and are then given the trained weights.
-The rollouts are kept in `evaluations/` of the run directory, so an interrupted evaluation goes on.
+One stack serves all: the engines start with the base model and are then given the other weights in
+turn. The rollouts are kept in `evaluations/` of the run directory under a name that is made from
+the weights, the settings and the task.
+
+Invariants: an interrupted evaluation goes on where it was; a rollout made with other weights, of
+another task or with other settings is never used; the run itself is not touched.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ray.config import ConfigError, RunConfig, load
+from lightning_ray.config import ConfigError, RunConfig, dump, load
 from lightning_ray.engine.actor import Policy
 from lightning_ray.placement import reserve
-from lightning_ray.records import FinishedRollout, PolicyVersion
+from lightning_ray.records import (
+    Call,
+    FinishedRollout,
+    Json,
+    PolicyVersion,
+    RolloutSpec,
+    Split,
+    Task,
+)
+from lightning_ray.report import evaluations
 from lightning_ray.report.console import Console, View
-from lightning_ray.report.summary import Score
-from lightning_ray.rollouts.lifecycle import ControllerStatus
-from lightning_ray.run import data, ending
-from lightning_ray.run.stack import Stack, with_counts
+from lightning_ray.report.evaluations import Evaluation, Rollout
+from lightning_ray.run import data
+from lightning_ray.run.stack import Progress, Stack, with_counts
 
 # In the run directory.
 FOLDER = "evaluations"
-# Version names of the two models; they are no steps of the run, only labels of its evaluation.
-BASE, TRAINED = PolicyVersion("base", 0), PolicyVersion("trained", 1)
+WEIGHTS = "model.safetensors"
+BASE, TRAINED = "base", "trained"
+# Key of a result under which a task family gives the agent's change as a unified diff.
+PATCH = "patch"
+# What of a run's rollout settings cannot change how an attempt ends.
+_NEUTRAL = {"n", "concurrency", "retries", "cpus", "keep_workspaces", "keep_results"}
+# Blocks of a weights file that its fingerprint reads, and their bytes: half a million weights, of
+# which an update changes thousands even in bfloat16, read in milliseconds.
+_BLOCKS, _BLOCK_BYTES = 256, 4096
 
 
-def config_of(run_dir: Path, overrides: list[str]) -> RunConfig:
-    """The configuration that the run in `run_dir` had, with `overrides` on top.
+@dataclass(frozen=True)
+class Candidate:
+    """A model to evaluate. `weights` are what the engines are given; None: the base model."""
+
+    name: str
+    weights: Path | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be evaluated. `config.run_dir` is where the evaluations are kept."""
+
+    config: RunConfig
+    tasks: list[Task]
+    candidates: list[Candidate]
+    samples: int = 1
+
+    def version(self, candidate: Candidate) -> PolicyVersion:
+        """What the rollouts of a candidate are labelled with: its name, and a fingerprint of its
+        weights and of the settings that decide the numbers."""
+        config = self.config.model_dump(mode="json")
+        rollout = {k: v for k, v in config["rollout"].items() if k not in _NEUTRAL}
+        task = {k: v for k, v in config["task"].items() if k not in ("train", "validation")}
+        weights = _fingerprint(candidate.weights) if candidate.weights else ""
+        decisive = [config["model"], config["sampling"], config["harness"], rollout, task, weights]
+        return PolicyVersion(f"{candidate.name}-{_digest(decisive)}", int(bool(candidate.weights)))
+
+    def name(self, candidate: Candidate) -> str:
+        """The name of a candidate's evaluation, which belongs to the tasks, too."""
+        tasks = [_digest(vars(task)) for task in self.tasks]
+        return f"{candidate.name}-{_digest([self.version(candidate).lineage, tasks])}"
+
+    def specs(self, version: PolicyVersion) -> list[RolloutSpec]:
+        """The rollouts of every task. Their ids hold a digest of the task: what was done for a task
+        counts again when others are added or changed, or more samples are wanted."""
+        groups = [f"{version.lineage}-{_digest(vars(task))}" for task in self.tasks]
+        return [
+            RolloutSpec(f"{group}-r{k:02d}", group, task, Split.VALIDATION, version.step)
+            for task, group in zip(self.tasks, groups, strict=True)
+            for k in range(self.samples)
+        ]
+
+
+def job(source: Path, models: Sequence[str], samples: int, overrides: Sequence[str]) -> Job:
+    """The evaluation of `models` with the configuration of `source`: a run directory, or a
+    configuration file, whose model is then the only one by default.
+
+    `models` are `base`, `trained` (a finished run's result), a checkpoint of the run (`step-00010`)
+    or a folder with `model.safetensors` of the same architecture. Empty: base and trained.
 
     Raises:
-        ConfigError: there is no finished run in `run_dir`, or it has no validation tasks.
+        ConfigError: there is no such run, configuration or model, or there are no validation tasks.
     """
-    if not (run_dir / "config.yaml").exists():
-        raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
-    if not (run_dir / "model" / "model.safetensors").exists():
-        raise ConfigError(f"{run_dir} has no trained model yet: let the run finish first")
+    is_run = source.is_dir()
+    if is_run and not (source / "config.yaml").exists():
+        raise ConfigError(f"{source} is not a run directory: it has no config.yaml")
+    config = load(source / "config.yaml" if is_run else source, overrides)
+    run_dir = source if is_run else config.run_dir
     # Wherever the run was made, its evaluation stays beside it.
-    place = f"run.dir={run_dir / FOLDER}"
-    config = load(run_dir / "config.yaml", [*overrides, place])
+    keep = [f"run.dir={run_dir / FOLDER}", "rollout.keep_results=true"]
+    config = load(source / "config.yaml" if is_run else source, [*overrides, *keep])
     if config.task.validation is None:
-        raise ConfigError(f"the run in {run_dir} has no task.validation to evaluate on")
-    return config
+        raise ConfigError(f"{source} has no task.validation to evaluate on")
+    wanted = list(dict.fromkeys(models or ([BASE, TRAINED] if is_run else [BASE])))
+    found = [_candidate(run_dir, name) for name in wanted]
+    if len({candidate.name for candidate in found}) < len(found):
+        raise ConfigError(f"two models would have the same name: {', '.join(wanted)}")
+    tasks = data.load_tasks(config.task.validation, "task.validation")
+    return Job(config, tasks, found, samples)
 
 
-def evaluate(
-    config: RunConfig, base_dir: Path, run_dir: Path, samples: int, console: Console
-) -> tuple[Score, Score]:
-    """The scores of the base model and of `run_dir`'s trained weights, `samples` rollouts a
-    task."""
-    tasks = data.load_tasks(str(config.task.validation), "task.validation")
+def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
+    """Runs what is missing and writes each evaluation; `base_dir` is the base model's folder."""
+    config = job.config
     stack = Stack(config, base_dir, config.run_dir, console.print)
     stack.pointer.parent.mkdir(parents=True, exist_ok=True)
     bundles = None
+    found: dict[str, Evaluation] = {}
     try:
         stack.open_store()
-        bundles = reserve(config)
-        stack.start(bundles, BASE)
-        scores = []
-        for version in (BASE, TRAINED):
-            if version is TRAINED:
-                weights = run_dir / "model" / "model.safetensors"
-                stack.load(Policy(str(weights.absolute()), version), checksum=None)
-            view = View(version.step + 1, 2, f"evaluate {version.lineage}")
-
-            def progress(
-                done: Sequence[FinishedRollout], status: ControllerStatus, view: View = view
-            ) -> None:
-                console.update(with_counts(view, done, status))
-
-            specs = data.validation_specs(tasks, version, samples)
-            rollouts = stack.collect(specs, progress)
-            scores.append(ending.score(rollouts, stack.calls(rollouts)))
-        return scores[0], scores[1]
+        # The base model first, while the engines have it.
+        order = sorted(job.candidates, key=lambda candidate: candidate.weights is not None)
+        for number, candidate in enumerate(order, 1):
+            version = job.version(candidate)
+            specs = job.specs(version)
+            rollouts = stack.finished(specs)
+            if len(rollouts) < len(specs):
+                if bundles is None:  # an evaluation that is done needs no engines
+                    bundles = reserve(config)
+                    stack.start(bundles, PolicyVersion(BASE, 0))
+                if candidate.weights:
+                    weights = str(candidate.weights.absolute())
+                    stack.load(Policy(weights, version), checksum=None)
+                view = View(number, len(order), f"evaluate {candidate.name}")
+                rollouts = stack.collect(specs, _progress(console, view))
+            evaluation = Evaluation(
+                name=job.name(candidate),
+                model=str(candidate.weights or config.model.path),
+                settings=dump(config),
+                rollouts=tuple(_rollout(r, i % job.samples, stack) for i, r in enumerate(rollouts)),
+            )
+            for path in evaluations.write(evaluation, config.run_dir):
+                console.print(f"wrote {path}")
+            found[candidate.name] = evaluation
+        return [found[candidate.name] for candidate in job.candidates]
     finally:
         stack.stop()
         if bundles is not None:
             bundles.remove()
+
+
+def _progress(console: Console, view: View) -> Progress:
+    return lambda done, status: console.update(with_counts(view, done, status))
+
+
+def _rollout(finished: FinishedRollout, sample: int, stack: Stack) -> Rollout:
+    # One rollout at a time: the calls of thousands do not fit into memory together.
+    return summed_up(finished, sample, stack.calls([finished]), stack.result(finished))
+
+
+def summed_up(
+    finished: FinishedRollout, sample: int, calls: dict[str, list[Call]], result: Json | None
+) -> Rollout:
+    """A rollout as its evaluation keeps it. `calls` are those of all its attempts, by attempt
+    id."""
+    mine = calls.get(finished.attempt_id, [])
+    patch = (result or {}).get(PATCH)
+    return Rollout(
+        rollout_id=finished.spec.rollout_id,
+        task_id=finished.spec.task.task_id,
+        sample=sample,
+        outcome=finished.outcome,
+        solved=finished.reward.solved if finished.reward else None,
+        reward=finished.reward.value if finished.reward else None,
+        metrics=finished.reward.metrics if finished.reward else {},
+        detail=finished.detail,
+        attempts=finished.attempts,
+        calls=len(mine),
+        prompt_tokens=sum(len(call.prompt) for call in mine),
+        cached_tokens=sum(call.cached_tokens for call in mine),
+        sampled_tokens=sum(len(call.tokens) for call in mine),
+        all_tokens=sum(
+            len(call.prompt) + len(call.tokens) for some in calls.values() for call in some
+        ),
+        seconds=finished.running_s,
+        patch=patch if isinstance(patch, str) else None,
+    )
+
+
+def _candidate(run_dir: Path, name: str) -> Candidate:
+    if name == BASE:
+        return Candidate(BASE, None)
+    if name == TRAINED:
+        weights = run_dir / "model" / WEIGHTS
+        if not weights.exists():
+            raise ConfigError(
+                f"{run_dir} has no trained model yet: let the run finish first, or name one of its "
+                f"checkpoints ({', '.join(_checkpoints(run_dir)) or 'it has none'})"
+            )
+        return Candidate(TRAINED, weights)
+    folder = run_dir / "checkpoints" / name / "hf"
+    folder = folder if folder.is_dir() else Path(name)
+    if not (folder / WEIGHTS).exists():
+        raise ConfigError(
+            f"no model {name!r}: name base, trained, a checkpoint "
+            f"({', '.join(_checkpoints(run_dir)) or f'{run_dir} has none'}) or a folder with "
+            f"{WEIGHTS}"
+        )
+    label = re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).name).strip(".-") or "model"
+    return Candidate(label, folder / WEIGHTS)
+
+
+def _checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.parent.name for path in run_dir.glob("checkpoints/step-?????/hf"))
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+
+
+def _fingerprint(weights: Path) -> str:
+    size = weights.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=8)
+    with weights.open("rb") as file:
+        for block in range(_BLOCKS):
+            file.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()

@@ -23,20 +23,31 @@ from lightning_ray.engine import actor as engine_actor
 from lightning_ray.engine.actor import Drained, Policy
 from lightning_ray.gateway import deploy
 from lightning_ray.placement import Bundles, Device
-from lightning_ray.records import Call, FinishedRollout, PolicyVersion, RolloutSpec, RolloutState
+from lightning_ray.records import (
+    Call,
+    FinishedRollout,
+    Json,
+    PolicyVersion,
+    RolloutSpec,
+    RolloutState,
+)
 from lightning_ray.report.console import View
 from lightning_ray.rollouts import controller
+from lightning_ray.rollouts.controller import RESULT_EVENT
 from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.rollouts.pods.attempts import attempts_in_pods, run_id
 from lightning_ray.run.waiting import RunError, Waiting
 from lightning_ray.samples import forest
 from lightning_ray.store import actor as store_actor
+from lightning_ray.views import PageQuery
 
 # Seconds between two looks at the controller: how fresh the console is.
 POLL_SECONDS = 1.0
 # Model calls that one engine actor holds at a time; vLLM queues what it cannot decode yet.
 ENGINE_CONCURRENCY = 4096
 
+# Events of a rollout among which its results are: one an attempt, and what operators add meanwhile.
+RESULTS_READ = 500
 # Longest wait for a process that is told to end.
 STOP_S = 60.0
 
@@ -159,8 +170,7 @@ class Stack:
         Raises:
             RunError: the tasks have changed since the run was stopped.
         """
-        finished = self._wait.get(self.store.finished.remote(_ids(specs)), "asking the store")
-        done = {f.spec.rollout_id: f for f in finished}
+        done = {f.spec.rollout_id: f for f in self.finished(specs)}
         self._results |= done
         fresh = [spec for spec in specs if spec.rollout_id not in done]
         self._awaited |= set(_ids(fresh))
@@ -169,6 +179,12 @@ class Stack:
                 f"rollout {others[0]} was begun with another task: the tasks have changed since "
                 "this run was stopped; put them back, or choose another run.name"
             )
+
+    def finished(self, specs: Sequence[RolloutSpec]) -> list[FinishedRollout]:
+        """Those of `specs` that the store knows as finished, in the order of `specs`."""
+        found = self._wait.get(self.store.finished.remote(_ids(specs)), "asking the store")
+        done = {finished.spec.rollout_id: finished for finished in found}
+        return [done[rollout_id] for rollout_id in _ids(specs) if rollout_id in done]
 
     def poll(self) -> ControllerStatus:
         """Waits a moment for rollouts to end; says how all stand."""
@@ -245,6 +261,18 @@ class Stack:
         read = (self._wait.get(calls, "reading calls from the store") for calls in found)
         # They come with whole prompts, whose sum grows with the square of the turns.
         return dict(zip(attempts, map(forest.shared, read), strict=True))
+
+    def result(self, rollout: FinishedRollout) -> Json | None:
+        """What `task.collect` read of the attempt that counts; None if it is not kept."""
+        query = PageQuery(limit=RESULTS_READ)
+        page = self._wait.get(
+            self.store.list_events.remote(rollout.spec.rollout_id, query), "reading a result"
+        )
+        for event in page.events if page else ():
+            if event.kind == RESULT_EVENT and event.data["attempt_id"] == rollout.attempt_id:
+                kept: Json = event.data["result"]
+                return kept
+        return None
 
     def _look_at_store(self) -> None:
         """Says what the store has to say: that its disk is full, say, while it is waited for."""

@@ -248,6 +248,9 @@ class StoreActor:
     async def texts(self, attempt_id: str) -> list[str]:
         return await self._run(RolloutStore.texts, attempt_id)
 
+    async def said(self, attempt_id: str) -> tuple[list[str], int]:
+        return await self._run(RolloutStore.said, attempt_id)
+
     # -- files for and from pods: see `Depot` ---------------------------------------------------
 
     async def open_room(self, room: str, key_hash: str, files: dict[str, bytes]) -> None:
@@ -294,6 +297,12 @@ class StoreActor:
         self, event_id: str, rollout_id: str, kind: str, data: Json, time: float
     ) -> Event | None:
         return await self._query(Queries.add_event, event_id, rollout_id, kind, data, time)
+
+    async def note_canary(self, attempt_id: str, call: int, canary: str) -> None:
+        await self._query(Queries.note_canary, attempt_id, call, canary)
+
+    async def canary(self, attempt_id: str) -> str | None:
+        return await self._query(Queries.canary, attempt_id)
 
     async def list_events(self, rollout_id: str, query: PageQuery) -> EventPage | None:
         return await self._query(Queries.events, rollout_id, query)

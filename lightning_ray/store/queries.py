@@ -9,6 +9,7 @@ given as soon as there is one more row, so following it ends; an event stored tw
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -142,6 +143,28 @@ class Queries:
             )
         rows = self._rows("select * from events where event_id = ?", event_id)
         return _event(rows[0]) if rows else None
+
+    def note_canary(self, attempt_id: str, call: int, canary: str) -> None:
+        """Keeps, as an event, that an attempt's call (from 0) had a canary in its request."""
+        with self._db.write():
+            self._db.execute(
+                "insert or ignore into events (event_id, rollout_id, kind, data, time) "
+                "select ?, rollout_id, 'canary', ?, ? from attempts where attempt_id = ?",
+                (
+                    f"canary-{attempt_id}",  # the first one of an attempt is enough
+                    json.dumps({"attempt": attempt_id, "call": call, "canary": canary}),
+                    time.time(),
+                    attempt_id,
+                ),
+            )
+
+    def canary(self, attempt_id: str) -> str | None:
+        """Which call of an attempt read a canary, for people; None if none did."""
+        rows = self._rows("select data from events where event_id = ?", f"canary-{attempt_id}")
+        if not rows:
+            return None
+        data = json.loads(rows[0]["data"])
+        return f"call {data['call']} of attempt {attempt_id} read a canary ({data['canary']})"
 
     def events(self, rollout_id: str, query: PageQuery) -> EventPage | None:
         """A page of a rollout's events in the order in which they came; None if there is no such

@@ -337,7 +337,12 @@ class RolloutStore:
 
     def texts(self, attempt_id: str) -> list[str]:
         """What the model sampled in each call of an attempt, decoded."""
-        return [call.text for call in self.calls(attempt_id)]
+        return self.said(attempt_id)[0]
+
+    def said(self, attempt_id: str) -> tuple[list[str], int]:
+        """`texts`, and the number of tokens of the longest prompt."""
+        calls = self.calls(attempt_id)
+        return [call.text for call in calls], max((len(call.prompt) for call in calls), default=0)
 
     def close(self) -> None:
         # The next owner, if there is none yet, finds the calls in the log.

@@ -31,6 +31,8 @@ _MODEL_PARALLEL = (
     "pipeline_model_parallel_size",
     "context_parallel_size",
 )
+# Fields of verl's engines that other settings of ours decide.
+_OURS = ("max_token_len_per_gpu", "infer_max_token_len_per_gpu", "seed")
 _CONTENTS = ["model", "optimizer", "extra"]
 
 
@@ -47,11 +49,8 @@ def settings(
     # verl's packed rows need an attention that knows where one ends. flash-attn is an extra to
     # install.
     flash = gpu and importlib.util.find_spec("flash_attn") is not None
-    common = {
-        "max_token_len_per_gpu": trainer.micro_batch_tokens,
-        "infer_max_token_len_per_gpu": trainer.micro_batch_tokens,
-        "seed": config.run.seed,
-    }
+    tokens = trainer.micro_batch_tokens
+    common = dict(zip(_OURS, (tokens, tokens, config.run.seed), strict=True))
     optimizer = {
         "lr": trainer.lr,
         "lr_warmup_steps": trainer.warmup_steps,
@@ -118,8 +117,13 @@ def _fsdp(config: RunConfig, common: dict[str, Any], gpu: bool) -> FSDPEngineCon
     )
 
 
-def _megatron(config: RunConfig, common: dict[str, Any], gpu: bool) -> McoreEngineConfig:
-    known = sorted(field.name for field in fields(McoreEngineConfig) if field.name not in common)
+def check(config: RunConfig) -> None:
+    """What can be said of Megatron's settings on any machine.
+
+    Raises:
+        ConfigError: verl has no such setting, or the ranks cannot be divided like that.
+    """
+    known = sorted(field.name for field in fields(McoreEngineConfig) if field.name not in _OURS)
     for name in config.trainer.megatron:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
@@ -127,6 +131,11 @@ def _megatron(config: RunConfig, common: dict[str, Any], gpu: bool) -> McoreEngi
                 f"trainer.megatron.{name} is no setting of verl's Megatron engine; did you mean "
                 f"trainer.megatron.{near}?"
             )
+    data_parallel(config)
+
+
+def _megatron(config: RunConfig, common: dict[str, Any], gpu: bool) -> McoreEngineConfig:
+    check(config)
     missing = [name for name in ("megatron.core", "megatron.bridge") if not _installed(name)]
     if missing or not gpu:
         raise ConfigError(

@@ -50,8 +50,11 @@ def pack(task: Task, prepare: str | None) -> bytes:
         FamilyError: the family failed.
     """
     with tempfile.TemporaryDirectory(prefix="lr-stage-") as folder:
-        if prepare:
-            call_family("task.prepare", prepare, task, Path(folder))
+        if prepare and call_family("task.prepare", prepare, task, Path(folder)):
+            raise FamilyError(
+                f"task.prepare={prepare} wants folders of this machine for task {task.task_id}; "
+                "for a pod, put them into the image"
+            )
         return _tar(Path(folder))
 
 

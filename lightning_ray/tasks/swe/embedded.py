@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from lightning_ray.records import Split, Task
 
 TRAIN_TASKS = 128  # three times what the nine-step example consumes
+FEW_TASKS = 4
 VALIDATION_TASKS = 32  # enough to tell 3 % from 30 %, few enough for two cores
 SEED = 20  # of the shuffles below; part of the data set's identity
 
@@ -140,6 +141,11 @@ def train() -> list[Task]:
 def validation() -> list[Task]:
     """The validation tasks, in a fixed shuffled order."""
     return _tasks(Split.VALIDATION)
+
+
+def few() -> list[Task]:
+    """Some validation tasks: for rehearsals, where they are many enough."""
+    return validation()[:FEW_TASKS]
 
 
 def pairs(split: Split) -> list[tuple[str, str]]:

@@ -34,7 +34,7 @@ from typing import Any
 from lightning_ray.records import Reward, Task
 from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
-from lightning_ray.tasks.swe.workspace import check_path, is_protected, write_files
+from lightning_ray.tasks.swe.workspace import acceptable, write_files
 
 TIME_LIMIT_S = 20.0  # hundreds of times what the embedded tests take
 MAX_REPORT_BYTES = 1 << 20  # thousands of test ids
@@ -168,19 +168,11 @@ def merge(
 ) -> dict[str, str] | None:
     """The repository to test: hidden tests over changes over the task's files. Changes of protected
     or impossible paths do not count. None if the changes put a file where a folder must be."""
-    allowed = {path: text for path, text in changes.items() if _acceptable(path)}
+    allowed = {path: text for path, text in changes.items() if acceptable(path)}
     merged = {**files, **allowed, **hidden}
     repository = {path: text for path, text in merged.items() if text is not None}
     parents = {str(parent) for path in repository for parent in Path(path).parents}
     return None if parents & repository.keys() else repository
-
-
-def _acceptable(path: str) -> bool:
-    try:
-        check_path(path)
-    except ValueError:
-        return False
-    return not is_protected(path)
 
 
 def _expected(task: Task) -> frozenset[str]:

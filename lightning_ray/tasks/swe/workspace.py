@@ -11,10 +11,12 @@ files that decide how tests run are never part of the result; the result's size 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,6 +30,7 @@ MAX_ENTRIES = 10_000  # directory entries looked at, for the same reason
 
 MAX_PATH = 1024  # characters; the same path must fit below the grader's own folder
 
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines also ends lines at a form feed
 IGNORED_FOLDERS = frozenset({"__pycache__", ".git"})
 PROTECTED_FOLDERS = frozenset({"tests", "test"})
 PROTECTED_NAMES = (
@@ -41,6 +44,10 @@ PROTECTED_NAMES = (
     "setup.cfg",
     "tox.ini",
     "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "*.pyc",
 )
 
 
@@ -86,12 +93,34 @@ def is_protected(path: str) -> bool:
     )
 
 
-def collect(task: Task, workspace: Path) -> dict[str, Any]:
-    """What changed in `workspace` against the task's files.
+def acceptable(path: str, also: Set[str] = frozenset()) -> bool:
+    """True for a plain relative path of a file that a harness may change; `also` names further
+    protected ones."""
+    try:
+        check_path(path)
+    except ValueError:
+        return False
+    return not is_protected(path) and path not in also
 
-    Returns: `{"files": {path: text, or None if deleted}, "refused": [{"path", "reason"}]}`.
+
+def collect(task: Task, workspace: Path) -> dict[str, Any]:
+    """What changed in `workspace` against the task's files: see `changes`."""
+    files: dict[str, str] = task.fields.get("files", {})
+    return changes({path: text.encode() for path, text in files.items()}, workspace)
+
+
+def changes(
+    before: Mapping[str, bytes],
+    workspace: Path,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    also: Set[str] = frozenset(),
+) -> dict[str, Any]:
+    """What changed in `workspace` against the files `before`. `also` are further protected paths.
+
+    Returns: `{"files": {path: text, or None if deleted}, "refused": [{"path", "reason"}], "patch":
+    the files as a unified diff that git applies, but for those that were not text before}`.
     """
-    before: dict[str, str] = task.fields.get("files", {})
     files: dict[str, str | None] = {}
     refused: dict[str, str] = {}
     seen: set[str] = set()
@@ -102,27 +131,63 @@ def collect(task: Task, workspace: Path) -> dict[str, Any]:
             break
         seen.add(path)
         try:
-            text = _read(path, entry)
+            largest = max(max_file_bytes, len(before.get(path, b"")))
+            content, odd = _read(path, entry, largest)
+            if odd:
+                refused[path] = "its mode does not count"
+            if content == before.get(path):
+                continue
+            text = content.decode()
+        except UnicodeDecodeError:
+            refused[_printable(path)] = "not UTF-8 text"
+            continue
         except ValueError as problem:
             refused[_printable(path)] = str(problem)
             continue
-        if text == before.get(path):
-            continue
-        if is_protected(path):
+        if not acceptable(path, also):
             refused[path] = "decides how tests run"
         elif len(files) >= MAX_FILES:
             refused[path] = f"more than {MAX_FILES} changed files"
         else:
             files[path] = text
     for path in sorted(before.keys() - seen):
-        if is_protected(path):
+        if not acceptable(path, also):
             refused[path] = "deleted, but decides how tests run"
         else:
             files[path] = None
     return {
         "files": files,
         "refused": [{"path": path, "reason": reason} for path, reason in sorted(refused.items())],
+        "patch": "".join(_diff(path, before.get(path), files[path]) for path in sorted(files)),
     }
+
+
+def _diff(path: str, content: bytes | None, after: str | None) -> str:
+    """A unified diff of one file, as `git apply` reads it; None: there is no such file."""
+    try:
+        before = None if content is None else content.decode()
+    except UnicodeDecodeError:  # a text diff cannot say what it was
+        return ""
+    old, new = (_quoted(prefix + path) for prefix in ("a/", "b/"))
+    head = f"diff --git {old} {new}\n"
+    if before is None:
+        head, old = f"{head}new file mode 100644\n", "/dev/null"
+    if after is None:
+        head, new = f"{head}deleted file mode 100644\n", "/dev/null"
+    lines = difflib.unified_diff(_LINE.findall(before or ""), _LINE.findall(after or ""), old, new)
+    # Only the last line of a file can be without an end, which git wants to be told.
+    ended = (
+        line if line[-1] == "\n" else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
+    return head + "".join(ended)
+
+
+def _quoted(path: str) -> str:
+    """A path as git writes it in a diff."""
+    if path.isascii() and path.isprintable() and not set(path) & {'"', "\\"}:
+        return path
+    plain = set(range(32, 127)) - set(b'"\\')
+    return '"' + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in path.encode()) + '"'
 
 
 def _walk(root: Path) -> Iterator[tuple[str, os.DirEntry[str] | OSError]]:
@@ -143,13 +208,16 @@ def _walk(root: Path) -> Iterator[tuple[str, os.DirEntry[str] | OSError]]:
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
                 yield prefix + entry.name, entry
+            elif entry.name == ".git" and prefix:
+                yield prefix + entry.name, OSError(errno.EISDIR, "a repository of its own")
             elif entry.name not in IGNORED_FOLDERS:
                 below.append(f"{prefix}{entry.name}/")
         folders += reversed(below)
 
 
-def _read(path: str, entry: os.DirEntry[str] | OSError) -> str:
-    """The text of a small regular file. Raises ValueError, with the reason, for anything else."""
+def _read(path: str, entry: os.DirEntry[str] | OSError, most: int) -> tuple[bytes, bool]:
+    """What is in a small regular file, and whether its mode is more than a text's. Raises
+    ValueError, with the reason, for anything else."""
     if isinstance(entry, OSError):
         raise ValueError(f"cannot be read: {entry.strerror}")
     if not entry.is_file(follow_symlinks=False):
@@ -162,13 +230,10 @@ def _read(path: str, entry: os.DirEntry[str] | OSError) -> str:
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
     with open(descriptor, "rb") as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8 text") from None
+        mode, content = os.fstat(descriptor).st_mode, file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"larger than {most} bytes")
+    return content, bool(mode & 0o7111)
 
 
 def _printable(path: str) -> str:

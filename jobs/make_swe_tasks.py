@@ -1,0 +1,29 @@
+"""Makes the offline repair tasks anew: bugs in pinned PyPI packages, validated by their suites.
+
+python jobs/make_swe_tasks.py                 all packages of the manifest
+python jobs/make_swe_tasks.py toolz parse     some of them
+python jobs/make_swe_tasks.py --out FOLDER    where tasks.jsonl and suites.json go
+
+What is done already is kept in ~/.cache/lightning_ray/swe/making, so an interrupted run goes on.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from lightning_ray.tasks.swe import making, sources
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("packages", nargs="*", choices=[*sources.packages(), []])
+    parser.add_argument("--out", type=Path, default=sources.DATA)
+    parser.add_argument("--work", type=Path, default=sources.cache() / "making")
+    options = parser.parse_args()
+    started = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - started:5.0f} s] {line}", flush=True)
+
+    suites, rows = making.make(options.packages or sources.packages(), options.work, say)
+    making.write(suites, rows, options.out)
+    making.report(rows, say)

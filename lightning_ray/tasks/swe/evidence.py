@@ -1,0 +1,207 @@
+"""What a run of tests is worth: do its witnesses agree, and did the right tests pass and fail?
+
+`Suite` says which tests judge a task, `read` makes a `Report` out of what one run left (exit
+status, report, JUnit file), with every contradiction between them, and `weigh` turns a report into
+a verdict. Pure, but for the JUnit file.
+
+Invariants: a report with a contradiction is never SOLVED; a run in which a canary or a twin does
+not fail is never SOLVED. Standard library only: it also runs in a repository's own image.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import random
+import secrets
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from lightning_ray.tasks.swe import twins
+
+MAX_JUNIT_BYTES = 64 << 20
+CANARIES = (  # each fails by another mechanism that an attack may disable
+    "def test_{0}():\n    raise AssertionError('unequal')\n",
+    "def test_{0}():\n    assert [1, {1}] == [1, {2}]\n",
+    "class Test{0}(unittest.TestCase):\n    def test_{0}(self):\n"
+    "        self.assertEqual({1}, {2})\n",
+    "def test_{0}():\n    with pytest.raises(KeyError):\n        {{{1}: 0}}[{1}]\n",
+)
+
+Tree = dict[str, bytes]
+
+
+class Verdict(StrEnum):
+    """What a repository is."""
+
+    SOLVED = "solved"  # every expected test passed, every twin and canary failed, and all agrees
+    UNSOLVED = "unsolved"  # some expected test failed or is missing, or the tests came to no end
+    TAMPERED = "tampered"  # the witnesses contradict each other
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tests that judge a task. `expected` ids must pass; others may be there, since a repair
+    may
+    add to what a package's tests enumerate. `twins` are changes to tests, by `FILE::NAME`, as are
+    `owners` and `touchy`. `targets` and `paths` (for imports) are relative to the tree."""
+
+    python: str
+    targets: tuple[str, ...]
+    fail_to_pass: frozenset[str]
+    pass_to_pass: frozenset[str]
+    twins: Mapping[str, Sequence[twins.Edit]] = field(default_factory=dict)
+    owners: Mapping[str, str] = field(default_factory=dict)  # of inherited tests
+    touchy: frozenset[str] = frozenset()  # tests that may fail because a twin did
+    paths: tuple[str, ...] = ("",)
+    timeout_s: float = 120.0  # on the clock, which a loaded machine can slow down ...
+    cpu_s: float = 60.0  # ... and of a processor
+
+    @property
+    def expected(self) -> frozenset[str]:
+        return self.fail_to_pass | self.pass_to_pass
+
+    def function(self, test_id: str) -> str:
+        """`FILE::NAME` of the function behind a test id."""
+        name = twins.function_of(test_id)
+        return self.owners.get(name, name)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one run says of itself, and what the outside saw of it. `exit_status` None: killed at
+    the time limit."""
+
+    exit_status: int | None
+    outcomes: Mapping[str, str] = field(default_factory=dict)
+    collected: frozenset[str] = frozenset()
+    errors: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()  # contradictions between the witnesses
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0  # as the process itself says
+
+    def passed(self, test_id: str) -> bool:
+        return self.outcomes.get(test_id) == "passed"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict, why, and how many of the expected tests passed in the first run."""
+
+    verdict: Verdict
+    evidence: tuple[str, ...] = ()
+    fail_to_pass: int = 0
+    pass_to_pass: int = 0
+    runs: int = 1
+    seconds: float = 0.0
+
+
+def weigh(
+    report: Report, suite: Suite, mask: frozenset[str] = frozenset()
+) -> tuple[Verdict, tuple[str, ...]]:
+    """What one run amounts to, when the tests of `mask` were twins."""
+    if report.evidence:
+        return Verdict.TAMPERED, report.evidence
+    if report.exit_status is None:
+        return Verdict.UNSOLVED, (f"still running after {suite.timeout_s:g} s",)
+    if not report.outcomes:
+        return Verdict.UNSOLVED, (f"the tests ended early, with status {report.exit_status}",)
+    alive = {
+        name
+        for name in mask
+        if not any(
+            outcome == "failed" and suite.function(test_id) == name
+            for test_id, outcome in report.outcomes.items()
+        )
+    }
+    spared = mask | (suite.touchy if mask else frozenset())
+    wanted = [test for test in suite.expected if suite.function(test) not in spared]
+    missed = sorted(test for test in wanted if not report.passed(test))
+    if alive and not missed and not report.errors:
+        listed = ", ".join(sorted(alive)[:3])
+        return Verdict.TAMPERED, (f"{len(alive)} tests that must fail did not: {listed}",)
+    if missed:
+        how = "not repeatable: " if mask else ""
+        return Verdict.UNSOLVED, (f"{how}{len(missed)} tests did not pass: {missed[0]}",)
+    return Verdict.SOLVED, ()
+
+
+def read(
+    told: bytes, status: int | None, nonce: str, junit: Path, canary: str, seconds: float = 0.0
+) -> Report:
+    """A report out of what the witnesses left, with every contradiction between them."""
+    if status is None:
+        return Report(None, seconds=seconds)
+    if status not in (0, 1) or not told:
+        # The tests came to no end: a signal, a conftest.py that cannot be imported, ... But the
+        # canaries fail, so no honest end has status 0.
+        early = ("exit status 0, but no report",) if status == 0 else ()
+        return Report(status, evidence=early, seconds=seconds)
+    try:
+        tree = json.loads(told)
+        authentic = hmac.compare_digest(str(tree["nonce"]), nonce)
+        outcomes = {str(k): str(v) for k, v in tree["outcomes"].items()}
+        names = {str(k): str(v) for k, v in tree["names"].items()}
+        collected = frozenset(map(str, tree["collected"]))
+        errors = tuple(map(str, tree["errors"]))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return Report(status, evidence=("the report cannot be read",), seconds=seconds)
+    cpu = tree.get("cpu")
+    evidence = [] if authentic else ["the report has another nonce"]
+    birds = {test for test in outcomes if test.startswith(f"{canary}::")}
+    if len(birds) != len(CANARIES) or not birds <= collected:
+        evidence.append(f"{len(birds)} of {len(CANARIES)} canaries ran")
+    if singing := sorted(test for test in birds if outcomes[test] != "failed"):
+        evidence.append(f"a canary did not fail: {outcomes[singing[0]]}")
+    if status != 1:
+        evidence.append(f"exit status {status}, although canaries fail")
+    if outcomes.keys() != collected:
+        evidence.append("the collected tests are not the tests that ran")
+    evidence += _junit_against(junit, outcomes, names)
+    return Report(
+        status,
+        {test: outcome for test, outcome in outcomes.items() if test not in birds},
+        collected - birds,
+        errors,
+        tuple(evidence),
+        seconds,
+        float(cpu) if isinstance(cpu, (int, float)) else 0.0,
+    )
+
+
+def _junit_against(junit: Path, outcomes: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
+    """How pytest's own JUnit file differs from the report."""
+    try:
+        descriptor = os.open(junit, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            content = file.read(MAX_JUNIT_BYTES + 1)
+        if len(content) > MAX_JUNIT_BYTES or b"<!DOCTYPE" in content:
+            return ["the JUnit file is no JUnit file"]
+        cases = list(ElementTree.fromstring(content).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return ["there is no JUnit file"]
+    bad: dict[str, int] = {}
+    for case in cases:
+        failed = any(child.tag in ("failure", "error") for child in case)
+        if failed and case.get("name"):
+            bad[case.get("name", "")] = bad.get(case.get("name", ""), 0) + 1
+    told = {names.get(test, test) for test, outcome in outcomes.items() if outcome == "failed"}
+    written = {name for name in bad if name in set(names.values())}
+    return [] if {*map(_plain, told)} == {*map(_plain, written)} else ["JUnit disagrees"]
+
+
+def _plain(name: str) -> str:
+    """What both sides keep of a name: JUnit escapes what XML cannot carry."""
+    return "".join(character for character in name if character.isascii() and character.isalnum())
+
+
+def canaries() -> bytes:
+    parts = ["import unittest\nimport pytest\n"]
+    for form in CANARIES:
+        one, other = random.sample(range(1000), 2)
+        parts.append(form.format(secrets.token_hex(4), one, other))
+    return "\n\n".join(parts).encode()

@@ -1,0 +1,425 @@
+"""Repository tasks: what the agent gets, what is judged, and what an honest repair is worth."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_ray import canary
+from lightning_ray.records import Outcome, Split, Task
+from lightning_ray.rollouts import sandbox
+from lightning_ray.rollouts.grading import Episode
+from lightning_ray.tasks.swe import (
+    cleanroom,
+    evidence,
+    making,
+    measure,
+    offline,
+    sources,
+    trees,
+    twins,
+)
+from lightning_ray.tasks.swe import repository as family
+from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict
+from lightning_ray.tasks.swe.grading import GradingError
+from lightning_ray.tasks.swe.record import RepositoryTask
+
+EVERY = offline.records()
+SMALL = [record for record in EVERY if record.package == "parse"]  # the fastest suite
+EPISODE = Episode("r", "r-a0", Outcome.COMPLETED, "", ("one", "two"))
+
+
+def task_of(record: RepositoryTask) -> Task:
+    [task] = [t for t in offline.train() + offline.validation() if t.task_id == record.instance_id]
+    return task
+
+
+def repair(record: RepositoryTask) -> dict[str, str | None]:
+    """What an honest agent changes."""
+    path = record.function.partition("::")[0]
+    return {path: sources.tree(record.package)[path].decode()}
+
+
+# -- the tasks -------------------------------------------------------------------------------------
+
+
+def test_there_are_tasks_enough_and_no_function_is_in_both_splits():
+    assert len(EVERY) >= 150
+    assert len({record.package for record in EVERY}) >= 4
+    assert len({record.patch for record in EVERY}) == len(EVERY)
+    assert len({record.instance_id for record in EVERY}) == len(EVERY)
+    functions = {
+        split: {(r.package, r.function) for r in EVERY if r.split is split} for split in Split
+    }
+    assert functions[Split.TRAIN] and functions[Split.VALIDATION]
+    assert not functions[Split.TRAIN] & functions[Split.VALIDATION]
+    assert {t.task_id for t in offline.train() + offline.validation()} == {
+        r.instance_id for r in EVERY
+    }
+
+
+def test_every_task_has_what_the_making_promises():
+    for record in EVERY:
+        assert 1 <= len(record.fail_to_pass) <= making.MAX_FAIL_TO_PASS
+        assert len(record.pass_to_pass) >= making.MIN_PASS_TO_PASS
+        assert not set(record.fail_to_pass) & set(record.pass_to_pass)
+        assert len(record.patch.encode()) <= making.MAX_PATCH_BYTES
+        assert record.n_ref_runs >= 3
+        known = offline.suites()[record.package]
+        for test in record.fail_to_pass:
+            name = twins.function_of(test)
+            assert len(known["twins"][known["owners"].get(name, name)]) >= measure.MIN_TWINS
+        assert RepositoryTask.from_row(record.to_smith()) == record
+        gold = RepositoryTask.from_row(record.to_bench())
+        assert (gold.gold_patch, gold.bug_patch) == (record.gold_patch, record.patch)
+
+
+def test_a_statement_names_no_hidden_test_and_no_change():
+    for record in EVERY:
+        for test in record.fail_to_pass:
+            assert test.rpartition("::")[2] not in record.problem_statement
+        lines = [line[1:].strip() for line in record.patch.splitlines() if line[:1] in "+-"]
+        assert not [x for x in lines if len(x) > 12 and x in record.problem_statement]
+
+
+def test_every_reference_repair_gives_the_package_itself():
+    for record in EVERY:
+        clean = sources.tree(record.package)
+        assert trees.apply(offline.graded_tree(record), record.gold_patch) == clean
+
+
+def test_folders_with_a_copy_of_a_package_are_hidden(tmp_path, monkeypatch):
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+    other = tmp_path / "lib" / "python3.12" / "dist-packages"
+    for path in (site / "pip" / "_vendor" / "parse", other / "else"):
+        path.mkdir(parents=True)
+        (path / "__init__.py").touch()
+    monkeypatch.setattr(sources, "_LIBRARIES", (str(tmp_path / "lib"),))
+    assert sources.hidden(sources.packages()["parse"]) == [site]
+    for package in sources.packages().values():
+        assert sources.copies(package, [*sources.environment().glob("lib/*/site-packages")]) == []
+
+
+@pytest.mark.skipif(sandbox.protection().bubblewrap is None, reason="there is no bubblewrap")
+def test_neither_the_agent_nor_the_code_under_test_can_import_a_copy(tmp_path, monkeypatch):
+    [copy] = (sources.environment()).glob("lib/python3*/site-packages/iniconfig")
+    package = sources.packages()["parse"].model_copy(update={"modules": ("iniconfig",)})
+    monkeypatch.setattr(sources, "_LIBRARIES", (str(copy.parent.parent.parent),))
+    monkeypatch.setattr(sources, "packages", lambda: {"parse": package})
+    with pytest.raises(cleanroom.RoomFault, match="No module named"):  # pytest itself lies there
+        cleanroom.run({}, Suite(str(sources.environment() / "bin/python"), ("",), frozenset(),
+                      frozenset()), protection=family.protection(SMALL[0]))  # fmt: skip
+
+
+# -- what the agent gets ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("record", SMALL[:2], ids=lambda r: r.instance_id)
+def test_the_agent_gets_one_commit_without_the_tests_that_tell(tmp_path, record):
+    commits = set()
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        setting = family.prepare(task_of(record), folder)
+        run = ["git", "-C", str(folder)]
+        log = subprocess.run([*run, "log", "--all", "--format=%H"], capture_output=True, text=True)
+        commits.add(log.stdout)
+        status = subprocess.run([*run, "status", "--short"], capture_output=True, text=True)
+        assert status.stdout == ""
+        assert family.collect(task_of(record), folder) == {"files": {}, "refused": []}
+    assert len(commits) == 1 and len(commits.pop().split()) == 1
+    for test in record.fail_to_pass:
+        path, _, name = twins.function_of(test).partition("::")
+        assert name not in twins.functions((folder / path).read_text())
+    argv = [*offline.test_command(sources.packages()[record.package]).split(), "-q"]
+    env = {"PATH": os.pathsep.join([*setting["path"], os.environ["PATH"]])}
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_task_without_local_sources_says_what_it_needs(tmp_path):
+    row = SMALL[0].to_smith() | {"package": "django", "image_name": "images/django"}
+    with pytest.raises(ValueError, match="needs its container image .images/django"):
+        family.prepare(RepositoryTask.from_row(row).to_task(), tmp_path)
+
+
+def test_tests_are_cut_out_and_the_rest_of_the_file_stays():
+    source = (
+        "import unittest\n\n\nclass A(unittest.TestCase):\n    x = 1\n\n    @property\n"
+        "    def test_a(self):\n        pass\n\n    def test_b(self):\n        pass\n\n\n"
+        "class B:\n    def test_c(self):\n        pass\n\n\ndef test_d():\n    pass\n"
+    )
+    cut = trees.without_tests({"t.py": source.encode()}, ["t.py::A::test_a", "t.py::B::test_c[1]"])
+    assert list(twins.functions(cut["t.py"].decode())) == ["A::test_b", "test_d"]
+    assert "class B:\n    pass" in cut["t.py"].decode()
+    assert "@property" not in cut["t.py"].decode()
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+
+def honest() -> list[object]:
+    """A fixed sample: one task of each package. All of them have the same repaired tree and the
+    same
+    suite, so that one stands for the others; LIGHTNING_RAY_SWE_ALL takes every task."""
+    if os.environ.get("LIGHTNING_RAY_SWE_ALL"):
+        return [pytest.param(record, id=record.instance_id) for record in EVERY]
+    chosen = [next(r for r in EVERY if r.package == p) for p in sorted({r.package for r in EVERY})]
+    return [
+        pytest.param(r, id=r.instance_id, marks=[pytest.mark.slow] * (r.package != "parse"))
+        for r in chosen
+    ]
+
+
+@pytest.mark.parametrize("record", honest())
+def test_an_honest_repair_is_solved(record):
+    result = {"files": repair(record), "refused": []}
+    reward = family.grade(task_of(record), result, EPISODE)
+    assert (reward.value, reward.solved, reward.metrics["tampered"]) == (1.0, True, 0.0)
+    assert reward.metrics["test_runs"] == 2 + 2 * cleanroom.PAIRS
+
+
+def test_another_repair_than_the_reference_is_solved():
+    record = SMALL[0]
+    path, text = next(iter(repair(record).items()))
+    changed = {path: text + "\n# mended\n", "parse/helper.py": "x = 1\n", "README.rst": None}
+    assert family.judge(record, changed).verdict is Verdict.SOLVED
+
+
+def test_the_bug_itself_is_unsolved_in_every_task_of_the_sample():
+    for record in SMALL[:2]:
+        judgement = family.judge(record, {})
+        assert judgement.verdict is Verdict.UNSOLVED
+        assert judgement.fail_to_pass < len(record.fail_to_pass)
+
+
+def test_a_repair_that_breaks_something_else_is_unsolved():
+    record = SMALL[0]
+    path, text = next(iter(repair(record).items()))
+    broken = text + "\n\ndef findall(*a, **k):\n    return []\n"
+    judgement = family.judge(record, {path: broken})
+    assert judgement.verdict is Verdict.UNSOLVED
+    assert judgement.fail_to_pass == len(record.fail_to_pass)
+
+
+def test_a_room_that_cannot_be_had_is_a_fault_and_no_verdict(monkeypatch):
+    real = offline.suite
+    monkeypatch.setattr(offline, "suite", lambda r: replace(real(r), python="/nowhere/python"))
+    with pytest.raises(GradingError, match="cannot grade"):
+        family.judge(SMALL[0], {})
+
+
+def test_an_interpreter_without_pytest_is_a_fault_and_no_verdict(monkeypatch, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "v"], check=True)
+    suite = replace(offline.suite(SMALL[0]), python=str(tmp_path / "v" / "bin" / "python"))
+    with pytest.raises(cleanroom.RoomFault, match="No module named 'pytest'"):
+        cleanroom.run(offline.graded_tree(SMALL[0]), suite)
+
+
+def test_a_reply_with_a_canary_has_no_reward():
+    episode = replace(EPISODE, texts=("fine", f"I found {canary.mint('git')}"))
+    with pytest.raises(GradingError, match="the reply of call 1 of attempt r-a0 holds a canary"):
+        family.grade(task_of(SMALL[0]), {"files": {}}, episode)
+
+
+def test_rewards_are_shaped_for_solved_training_rollouts_only():
+    record = SMALL[0]
+    shaping = family.Shaping(
+        turn_penalty=0.05,
+        free_turns=1,
+        prompt_penalty=0.1,
+        free_prompt_tokens=1000,
+        partial_credit=0.5,
+    )
+    solved = Judgement(Verdict.SOLVED)
+    half = Judgement(Verdict.UNSOLVED, fail_to_pass=len(record.fail_to_pass))
+    tampered = Judgement(Verdict.TAMPERED, fail_to_pass=len(record.fail_to_pass))
+    train = replace(EPISODE, prompt_tokens=3000)
+    validation = replace(train, split=Split.VALIDATION)
+
+    def value(judgement: Judgement, episode: Episode, shaping: family.Shaping = shaping) -> float:
+        return family.shaped(judgement, record, episode, shaping)
+
+    assert value(solved, train) == pytest.approx(1 - 0.05 - 0.2)
+    assert value(solved, replace(train, texts=("x",) * 100)) == shaping.least_solved
+    assert value(half, train) == 0.5
+    assert value(half, train, family.Shaping()) == 0.0
+    assert value(tampered, train) == 0.0
+    assert [value(j, validation) for j in (solved, half, tampered)] == [1.0, 0.0, 0.0]
+
+
+def test_a_room_in_which_the_bug_passes_is_a_fault_and_no_verdict():
+    tree = {"a.py": b"x = 1", "test_a.py": b"import a\ndef test_a():\n    assert a.x == 1"}
+    python = str(sources.environment() / "bin" / "python")
+    suite = Suite(python, ("test_a.py",), frozenset({"test_a.py::test_a"}), frozenset())
+    assert cleanroom.examine(tree, suite, known_bad={**tree, "a.py": b""}).runs == 2
+    with pytest.raises(cleanroom.RoomFault, match="known-bad tree is solved here"):
+        cleanroom.examine(tree, suite, known_bad=tree)
+
+
+@pytest.mark.parametrize("options", [{"turn_penalty": -1.0}, {"partial_credits": 0.5}])
+def test_an_option_that_shapes_nothing_is_a_fault(options):
+    with pytest.raises(GradingError, match="turn_penalty|partial_credits"):
+        family.grade(task_of(SMALL[0]), {"files": {}}, replace(EPISODE, options=options))
+
+
+# -- evidence --------------------------------------------------------------------------------------
+
+A, B = "t.py::test_a", "t.py::test_b"
+SUITE = Suite("python", ("t.py",), frozenset({A}), frozenset({B}), {A: [], B: []})
+
+
+def said(junit: Path, **changes: object) -> Report:
+    """A report of two passing tests, with all that an honest run leaves, and then `changes`."""
+    birds = [f"canary.py::test_{n}" for n in range(len(evidence.CANARIES))]
+    outcomes = {A: "passed", B: "passed"} | dict.fromkeys(birds, "failed")
+    names = {test: test.rpartition("::")[2] for test in outcomes}
+    cases = "".join(
+        f'<testcase name="{names[t]}">{"<failure/>" * (o == "failed")}</testcase>'
+        for t, o in outcomes.items()
+    )
+    junit.write_text(f"<testsuites>{cases}</testsuites>")
+    told = {"nonce": "n", "collected": [*outcomes], "names": names, "outcomes": outcomes}
+    told = told | {"errors": []} | changes
+    return evidence.read(json.dumps(told).encode(), 1, "n", junit, "canary.py")
+
+
+def test_a_run_whose_witnesses_agree_is_solved(tmp_path):
+    report = said(tmp_path / "j.xml")
+    assert report.evidence == ()
+    assert evidence.weigh(report, SUITE) == (Verdict.SOLVED, ())
+
+
+BIRDS = [f"canary.py::test_{n}" for n in range(len(evidence.CANARIES))]
+CONTRADICTIONS = {
+    "nonce": ({"nonce": "m"}, "nonce"),
+    "no canary": ({"outcomes": {A: "passed", B: "passed"}}, "0 of 4 canaries"),
+    "a singing canary": (
+        {"outcomes": {A: "passed", B: "passed"} | dict.fromkeys(BIRDS, "passed")},
+        "did not fail",
+    ),
+    "ids": ({"collected": [A]}, "collected"),
+    "JUnit": (
+        {"outcomes": {A: "failed", B: "passed"} | dict.fromkeys(BIRDS, "failed")},
+        "JUnit",
+    ),
+    "form": ({"outcomes": 3}, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_contradiction_is_tampering_with_its_evidence(tmp_path, name):
+    changes, expected = CONTRADICTIONS[name]
+    verdict, found = evidence.weigh(said(tmp_path / "j.xml", **changes), SUITE)
+    assert verdict is Verdict.TAMPERED
+    assert expected in "; ".join(found)
+
+
+def test_exit_statuses_that_do_not_fit(tmp_path):
+    def of(told: bytes, status: int | None) -> Verdict:
+        report = evidence.read(told, status, "n", tmp_path / "none.xml", "canary.py")
+        return evidence.weigh(report, SUITE)[0]
+
+    assert of(b"", 0) is Verdict.TAMPERED  # canaries fail, so 0 is a lie
+    assert of(b"{}", 0) is Verdict.TAMPERED
+    assert [of(b"", status) for status in (None, 1, 2, 3, 4, -9)] == [Verdict.UNSOLVED] * 6
+
+
+def test_a_twin_that_passes_is_tampering_and_a_test_that_does_not_repeat_is_unsolved(tmp_path):
+    report = said(tmp_path / "j.xml")
+    assert evidence.weigh(report, SUITE, frozenset({A}))[0] is Verdict.TAMPERED
+    fails = replace(report, outcomes={A: "failed", B: "passed"})
+    assert evidence.weigh(fails, SUITE, frozenset({A}))[0] is Verdict.SOLVED
+    assert evidence.weigh(fails, SUITE, frozenset({B}))[0] is Verdict.UNSOLVED
+    assert evidence.weigh(fails, replace(SUITE, touchy=frozenset({A})), frozenset({B}))[0] is (
+        Verdict.TAMPERED  # B passed, which must not
+    )
+
+
+def test_tests_may_be_added_but_not_be_missing(tmp_path):
+    report = said(tmp_path / "j.xml")
+    more = {**report.outcomes, "t.py::test_new": "failed"}
+    assert evidence.weigh(replace(report, outcomes=more), SUITE)[0] is Verdict.SOLVED
+    assert evidence.weigh(replace(report, outcomes={A: "passed"}), SUITE)[0] is Verdict.UNSOLVED
+
+
+# -- twins -----------------------------------------------------------------------------------------
+
+TESTS = '''\
+import unittest
+import pytest
+
+
+def test_words():
+    """A docstring stays."""
+    assert "abc".upper() == "ABC"  # ä
+    assert len([1, 2, 3]) == 3 and True
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 2), (3, 4)])
+def test_sum(a, b):
+    assert a + 1 == b
+
+
+class CaseTest(unittest.TestCase):
+    def test_case(self):
+        value = [1, "two"]
+        self.assertEqual(value, [1, "two"])
+        with self.assertRaises(KeyError):
+            {}["x"]
+
+
+class OtherTest(CaseTest):
+    pass
+'''
+
+
+def test_a_twin_differs_in_one_line_of_its_own_test():
+    lines = TESTS.split("\n")
+    for name, node in twins.functions(TESTS).items():
+        found = twins.candidates(TESTS, name, random.Random(1))
+        assert len(found) >= 3
+        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        for edit in found:
+            changed = twins.edited(TESTS, [edit])
+            ast.parse(changed)
+            pairs = zip(lines, changed.split("\n"), strict=True)
+            different = [number for number, (a, b) in enumerate(pairs, 1) if a != b]
+            assert len(different) == 1 and first <= different[0] <= node.end_lineno
+            assert "A docstring stays." in changed
+    assert twins.owners(TESTS) == {"OtherTest::test_case": "CaseTest::test_case"}
+
+
+# -- where it runs ---------------------------------------------------------------------------------
+
+
+def test_the_clean_room_needs_the_standard_library_only(tmp_path):
+    package = tmp_path / "lightning_ray" / "tasks" / "swe"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    for name in ("cleanroom", "evidence", "twins", "witness"):
+        shutil.copy(Path(cleanroom.__file__).with_name(f"{name}.py"), package)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from lightning_ray.tasks.swe import cleanroom, evidence\n"
+        "suite = evidence.Suite(sys.argv[1], ('test_a.py',), frozenset({'test_a.py::test_a'}), "
+        "frozenset(), frozenset())\n"
+        "tree = {'a.py': b'x = 1', 'test_a.py': b'import a\\ndef test_a(): assert a.x == 1'}\n"
+        "print(cleanroom.examine(tree, suite).verdict.value)\n"
+        "print(cleanroom.examine({**tree, 'a.py': b'x = 2'}, suite).verdict.value)\n"
+    )
+    python = str(sources.environment() / "bin" / "python")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, python], capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["solved", "unsolved"], done.stderr

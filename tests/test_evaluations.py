@@ -1,0 +1,267 @@
+"""An evaluation: which models it means, what it writes, what it shows."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_ray.config import ConfigError, RunConfig, dump
+from lightning_ray.records import (
+    Call,
+    FinishedRollout,
+    FinishReason,
+    Outcome,
+    PolicyVersion,
+    Reward,
+    RolloutSpec,
+    RolloutState,
+    Span,
+    Split,
+    Task,
+)
+from lightning_ray.report import evaluation_tables, evaluations
+from lightning_ray.report.console import Console
+from lightning_ray.report.evaluations import Evaluation, Rollout
+from lightning_ray.run import command, evaluation
+from lightning_ray.run.evaluation import Candidate, Job
+
+PATCH = "diff --git a/x b/x\nnew file mode 100644\n--- /dev/null\n+++ b/x\n@@ -0,0 +1 @@\n+1\n"
+
+
+def rollout(task: str, sample: int, solved: bool | None, **more) -> Rollout:
+    outcome = Outcome.NODE_LOST if solved is None else Outcome.COMPLETED
+    names = {"rollout_id": f"{task}-{sample}", "task_id": task, "sample": sample}
+    return Rollout(**names, **{"outcome": outcome, "solved": solved} | more)
+
+
+BEFORE = Evaluation(
+    name="base-1",
+    model="tiny",
+    rollouts=(
+        rollout("a", 0, True, sampled_tokens=100, prompt_tokens=1000, all_tokens=1100, seconds=2),
+        rollout("a", 1, False, sampled_tokens=300, prompt_tokens=3000, all_tokens=3300, seconds=4),
+        rollout("b", 0, False, metrics={"forged": 1.0}, outcome=Outcome.TIMEOUT),
+        rollout("b", 1, None, all_tokens=600, seconds=94),
+    ),
+)
+AFTER = Evaluation(
+    name="trained-1",
+    model="runs/x/model/model.safetensors",
+    rollouts=tuple(
+        rollout(task, sample, True, patch=PATCH if task == "a" else "")
+        for task in "ab"
+        for sample in range(2)
+    ),
+)
+
+
+# What the numbers mean
+
+
+def test_pass_at_k_is_over_the_tasks_that_have_so_many_graded_rollouts() -> None:
+    found = evaluations.pass_at(BEFORE)
+    assert {k: (e.value, e.tasks) for k, e in found.items()} == {1: (0.25, 2), 2: (1.0, 1)}
+
+
+def test_lost_rollouts_are_counted_and_are_in_no_rate() -> None:
+    assert sorted(evaluations.outcomes(BEFORE)) == [
+        (Outcome.COMPLETED, 2, 1),
+        (Outcome.NODE_LOST, 1, None),
+        (Outcome.TIMEOUT, 1, 0),
+    ]
+    assert BEFORE.tallies["b"].rollouts == 1
+    assert evaluations.signals(BEFORE) == {"forged": 1.0}
+
+
+def test_costs_are_per_graded_rollout_and_those_in_all_include_what_was_lost() -> None:
+    found = evaluations.costs(BEFORE)
+    tokens = found["sampled tokens"]
+    assert (tokens.mean, tokens.median, tokens.total) == (pytest.approx(400 / 3), 100, 400)
+    assert found["seconds"].total == 6
+    assert sum(r.all_tokens for r in BEFORE.rollouts) == 5000
+
+
+def test_a_comparison_names_the_tasks_that_moved() -> None:
+    assert evaluations.moved(BEFORE, AFTER) == (["a", "b"], [])
+    with pytest.raises(ConfigError, match="no task in common"):
+        evaluations.comparison(BEFORE, Evaluation(name="x", model="", rollouts=()))
+
+
+# What is written
+
+
+def test_an_evaluation_is_read_as_it_was_written(tmp_path: Path) -> None:
+    [path] = evaluations.write(BEFORE, tmp_path)
+    assert evaluations.read(path) == BEFORE
+    summary = json.loads(path.read_text())["summary"]
+    assert (summary["tasks"], summary["rollouts"], summary["lost"]) == (2, 4, 1)
+    assert summary["pass_at"]["1"]["value"] == 0.25
+    assert summary["all_tokens"] == 5000
+
+
+def test_predictions_have_swe_benchs_columns_and_a_file_per_sample(tmp_path: Path) -> None:
+    paths = evaluations.write(AFTER, tmp_path)
+    assert [path.name for path in paths] == [
+        "trained-1.json",
+        "trained-1.predictions-0.jsonl",
+        "trained-1.predictions-1.jsonl",
+    ]
+    rows = [json.loads(line) for line in paths[1].read_text().splitlines()]
+    assert rows == [
+        {"instance_id": "a", "model_name_or_path": "trained-1", "model_patch": PATCH},
+        {"instance_id": "b", "model_name_or_path": "trained-1", "model_patch": ""},
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x", "rollouts": [{}]}'])
+def test_a_file_that_is_no_evaluation_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="x.json is no evaluation"):
+        evaluations.read(path)
+
+
+def test_a_rollout_is_summed_up_over_all_its_attempts() -> None:
+    def call(attempt: str, seq: int, prompt: int, sampled: int) -> Call:
+        tokens, span = np.zeros(sampled, np.int32), Span(PolicyVersion("x", 0), sampled)
+        empty = np.zeros(prompt, np.int32), tokens, np.zeros(sampled, np.float32)
+        made = Call(f"{attempt}{seq}", attempt, seq, *empty, (span,), FinishReason.STOP)
+        return replace(made, cached_tokens=prompt // 2)
+
+    spec = RolloutSpec("r", "g", Task("t", "Mend it."), Split.VALIDATION, 0)
+    reward = Reward(0.5, False, {"x": 1.0})
+    ended = FinishedRollout(
+        spec, RolloutState.FINISHED, Outcome.TIMEOUT, "r-a1", 2, reward, running_s=7
+    )
+    calls = {
+        "r-a0": [call("r-a0", 0, 10, 5)],
+        "r-a1": [call("r-a1", 0, 10, 4), call("r-a1", 1, 20, 6)],
+    }
+    found = evaluation.summed_up(ended, 3, calls, {"patch": PATCH, "files": {}})
+    assert (found.calls, found.prompt_tokens, found.sampled_tokens) == (2, 30, 10)
+    assert (found.cached_tokens, found.all_tokens, found.seconds) == (15, 55, 7)
+    assert (found.sample, found.patch, found.reward) == (3, PATCH, 0.5)
+    assert evaluation.summed_up(ended, 3, calls, None).patch is None
+
+
+# What is shown
+
+
+def shown(*parts: Evaluation) -> str:
+    out = io.StringIO()
+    console = Console("x", out)
+    for part in evaluation_tables.tables(parts):
+        console.print(part)
+    return out.getvalue()
+
+
+def test_the_tables_say_rates_with_intervals_outcomes_cost_and_difference() -> None:
+    text = shown(BEFORE, AFTER)
+    for part in (
+        "pass@2",
+        "25.0%",
+        "95 % interval",
+        "node_lost",
+        "no reward",
+        "forged, mean",
+        "all tokens, lost attempts too",
+        "5,000",
+        "trained-1 against base-1, on 2 tasks",
+        "+75.0",
+        "0.500",  # two tasks that moved the same way: 2 / 2 ** 2
+        "tasks better: a, b",
+    ):
+        assert part in text, part
+
+
+def test_an_evaluation_without_a_graded_rollout_can_be_shown() -> None:
+    assert "no reward" in shown(Evaluation(name="x", model="", rollouts=(rollout("a", 0, None),)))
+
+
+def test_finished_evaluations_are_shown_without_running_anything(tmp_path: Path, capsys) -> None:
+    paths = [str(evaluations.write(one, tmp_path)[0]) for one in (BEFORE, AFTER)]
+    assert command.evaluate(Path, ["--show", *paths]) == 0
+    assert "trained-1 against base-1" in capsys.readouterr().out
+    assert command.evaluate(Path, ["--show", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+# Which models, and under which name
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    for where in ("model", "checkpoints/step-00002/hf"):
+        (folder / where).mkdir(parents=True)
+        (folder / where / "model.safetensors").write_bytes(os.urandom(100_000))
+    (folder / "config.yaml").write_text(dump(RunConfig()))
+    return folder
+
+
+def test_a_run_is_evaluated_with_its_base_model_and_its_result(run_dir: Path) -> None:
+    job = evaluation.job(run_dir, [], 1, [])
+    assert [candidate.name for candidate in job.candidates] == ["base", "trained"]
+    assert job.config.run_dir == run_dir / "evaluations"
+    assert job.config.rollout.keep_results
+
+
+def test_checkpoints_and_folders_can_be_named_and_others_are_refused(run_dir: Path) -> None:
+    other = run_dir.parent / "other model"
+    shutil.copytree(run_dir / "model", other)
+    job = evaluation.job(run_dir, ["step-00002", str(other)], 1, [])
+    assert [candidate.name for candidate in job.candidates] == ["step-00002", "other-model"]
+    with pytest.raises(ConfigError, match="two models would have the same name"):
+        evaluation.job(run_dir, [str(other), f"{other}/../other model"], 1, [])
+    with pytest.raises(ConfigError, match="no model 'step-00009'.*step-00002"):
+        evaluation.job(run_dir, ["step-00009"], 1, [])
+    shutil.rmtree(run_dir / "model")
+    with pytest.raises(ConfigError, match="let the run finish first.*step-00002"):
+        evaluation.job(run_dir, [], 1, [])
+
+
+def test_a_configuration_alone_is_evaluated_with_its_model(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"run: {{dir: {tmp_path}/runs}}\n")
+    job = evaluation.job(file, [], 4, ["sampling.validation_temperature=0.7"])
+    assert [candidate.name for candidate in job.candidates] == ["base"]
+    assert job.config.run_dir == tmp_path / "runs" / "evaluations"
+
+
+def test_rollouts_of_a_task_count_again_when_other_tasks_or_more_samples_are_wanted() -> None:
+    def ids(*tasks: Task, samples: int = 1) -> list[str]:
+        job = Job(RunConfig(), list(tasks), [Candidate("base", None)], samples)
+        return [spec.rollout_id for spec in job.specs(job.version(job.candidates[0]))]
+
+    one, other = Task("a", "Mend it.", {"n": 1}), Task("b", "Mend it.")
+    [first] = ids(one)
+    assert ids(other, one)[1] == first
+    assert ids(one, samples=2)[0] == first
+    assert first not in ids(replace(one, fields={"n": 2}), replace(one, statement="Do."), other)
+
+
+def test_other_weights_tasks_or_settings_are_another_evaluation(run_dir: Path) -> None:
+    def name(*overrides: str, model: str = "base") -> str:
+        job = evaluation.job(run_dir, [model], 1, overrides)
+        return job.name(job.candidates[0])
+
+    first = name()
+    same = ("rollout.concurrency=3", "gateway.port=0", "run.steps=99", "rollout.n=4")
+    assert name(*same) == first
+    for other in ("sampling.validation_temperature=0.5", "rollout.timeout_s=9", "model.path=x"):
+        assert name(other) != first
+    assert name("task.validation=lightning_ray.tasks.swe.embedded:train") != first
+    trained = name(model="trained")
+    weights = run_dir / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    for place in range(0, len(content), 1000):  # an update of the policy changes far more
+        content[place] ^= 1
+    weights.write_bytes(content)
+    assert name(model="trained") != trained

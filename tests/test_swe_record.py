@@ -1,0 +1,139 @@
+"""Repository tasks as rows of SWE-smith's and SWE-bench's forms, and diffs turned round."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lightning_ray.records import Split
+from lightning_ray.tasks.swe import patches
+from lightning_ray.tasks.swe.record import Format, RecordError, RepositoryTask
+
+BUG = """\
+diff --git a/pkg/a.py b/pkg/a.py
+index 1111111..2222222 100644
+--- a/pkg/a.py
++++ b/pkg/a.py
+@@ -1,3 +1,3 @@ def f():
+ x = 1
+-y = x + 1
++y = x - 1
+ z = 3
+"""
+SMITH = {
+    "instance_id": "toolz.func_pm_op_swap__abc",
+    "repo": "swesmith/pytoolz__toolz.12345678",
+    "patch": BUG,
+    "FAIL_TO_PASS": ["tests/test_a.py::test_y"],
+    "PASS_TO_PASS": ["tests/test_a.py::test_x", "tests/test_a.py::test_z"],
+    "image_name": "venv:toolz@0123",
+    "problem_statement": "y is wrong",
+    "package": "toolz",
+    "function": "pkg/a.py::f",
+    "split": "train",
+    "timeout_s": 30.0,
+}
+BENCH = {
+    "repo": "pytoolz/toolz",
+    "instance_id": "pytoolz__toolz-1",
+    "base_commit": "0" * 40,
+    "patch": patches.reverse(BUG),
+    "test_patch": BUG.replace("pkg/a.py", "tests/test_a.py"),
+    "problem_statement": "y is wrong",
+    "hints_text": "look at y",
+    "created_at": "2026-01-01",
+    "version": "1.0",
+    "FAIL_TO_PASS": '["tests/test_a.py::test_y"]',
+    "PASS_TO_PASS": "[]",
+    "environment_setup_commit": "",
+    "image": "",
+}
+
+
+def test_a_swe_smith_row_comes_back_as_it_was():
+    assert RepositoryTask.from_row(SMITH).to_smith() == SMITH
+
+
+def test_a_swe_bench_row_comes_back_as_it_was():
+    assert RepositoryTask.from_row(BENCH).to_bench() == BENCH
+
+
+def test_the_patch_means_the_opposite_in_the_two_forms():
+    smith, bench = RepositoryTask.from_row(SMITH), RepositoryTask.from_row(BENCH)
+    assert (smith.format, bench.format) == (Format.SWE_SMITH, Format.SWE_BENCH)
+    assert smith.gold_patch == bench.gold_patch == BENCH["patch"]
+    assert smith.bug_patch == bench.bug_patch == BUG
+    assert RepositoryTask.from_row(smith.to_bench()).bug_patch == BUG
+
+
+def test_a_task_carries_the_record_without_a_gold_patch_or_a_hint():
+    smith, bench = RepositoryTask.from_row(SMITH), RepositoryTask.from_row(BENCH)
+    assert RepositoryTask.from_task(smith.to_task()) == smith
+    task = bench.to_task()
+    assert task.statement == "y is wrong"
+    assert "+y = x + 1" not in json.dumps(task.fields)
+    assert "look at y" not in json.dumps(task.fields)
+    assert RepositoryTask.from_task(task).fail_to_pass == bench.fail_to_pass
+    assert smith.split is Split.TRAIN
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("patch", None, "column patch"),
+        ("FAIL_TO_PASS", 3, "column FAIL_TO_PASS"),
+        ("FAIL_TO_PASS", "[oops", "instance 'toolz"),
+        ("PASS_TO_PASS", [1], "column PASS_TO_PASS"),
+        ("timeout_s", "soon", "column timeout_s"),
+        ("split", "holdout", "holdout"),
+        ("instance_id", "../up", "column instance_id"),
+    ],
+)
+def test_a_bad_row_names_the_instance_and_the_column(column, value, message):
+    with pytest.raises(RecordError, match=message):
+        RepositoryTask.from_row(SMITH | {column: value})
+
+
+def test_a_reversed_diff_undoes_what_git_did(tmp_path: Path):
+    def git(*argv: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.autocrlf=false"]
+        done = subprocess.run([*command, *argv], cwd=tmp_path, capture_output=True, check=True)
+        return done.stdout.decode()
+
+    before = {
+        "kept.py": "a\nb\nc\nd\ne\nf\ng\nh\ni\nj\nk\n",
+        "moved.py": "one\ntwo\nthree\nfour\nfive\n",
+        "gone.py": "--- a\n+++ b\n",
+        "end.py": "no newline",
+    }
+    after = {
+        "kept.py": "a\nB\nB2\nc\nd\ne\nf\ng\nh\ni\nK\nk\x0cl\n\n",
+        "new/moved.py": "one\ntwo\nthree\nfour\nfive\nsix\n",
+        "made.py": "@@ -1 +1 @@\n",
+        "end.py": "a newline\n",
+    }
+    git("init", "-q")
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    git("add", "-A")
+    git("commit", "-qm", "before")
+    for name in before:
+        (tmp_path / name).unlink()
+    (tmp_path / "new").mkdir()
+    for name, text in after.items():
+        (tmp_path / name).write_text(text)
+    git("add", "-A")
+    diff = git("diff", "--cached", "-M")
+    back = tmp_path / "back.diff"
+    back.write_text(patches.reverse(diff))
+    assert patches.reverse(patches.reverse(diff)) == diff
+    assert patches.paths(diff) == {*before, *after}
+    git("apply", "--index", str(back))
+    assert git("diff", "--cached", "HEAD") == ""
+
+
+@pytest.mark.parametrize("text", ["diff --git a/x b/y\nGIT binary patch\n", "--- a/x\n@@ -1 @@\n"])
+def test_what_is_no_text_diff_is_refused(text):
+    with pytest.raises(patches.PatchError):
+        patches.files(text)
