@@ -43,7 +43,6 @@ from lightning_ray.store.attempts import Known
 
 NAMESPACE = "lightning_ray"  # of Ray's actor names
 RESULT_EVENT = "result"  # the kind of the event that keeps what task.collect read
-MODEL_NAME = "policy"  # what harnesses are told; the gateway serves one model and ignores the name
 _MAX_CONCURRENCY = 1000  # method calls at a time; a long poll must not hold up the others
 _INSIST_S = 5.0  # longer than a worker needs to kill a harness and remove its workspace
 _SHUTDOWN_S = 30  # a cancelled harness is dead within a second; a node that hangs is not waited for
@@ -111,7 +110,6 @@ class RolloutController:
                 store,
                 self._recipe,
                 self._gateway_url,
-                MODEL_NAME,
                 run_id,
                 list(kept),
                 self._wait,
@@ -259,7 +257,7 @@ class RolloutController:
             task=attempt.spec.task,
             recipe=self._recipe,
             root_url=f"{self._gateway_url}/rollout/{attempt.attempt_id}",
-            model=MODEL_NAME,
+            model=harness.MODEL_NAME,
             context_tokens=config.model.max_model_len,
             limits=self._limits(config.rollout.timeout_s),
             log_dir=config.run_dir / "rollouts" / attempt.attempt_id,

@@ -30,6 +30,7 @@ _BUILT_IN = Path(__file__).parent / "recipes"
 # Lower-case names in single braces are ours; {{name}} stands for {name}. JSON and ${SHELL} pass
 # unchanged.
 _PLACEHOLDER = re.compile(r"\{\{([a-z_]+)\}\}|\{([a-z_]+)\}")
+MODEL_NAME = "policy"  # what harnesses are told; the gateway serves one model and ignores the name
 _KEY = "api_key"
 PACKAGE_FILE = "pkg:"  # pkg:some.package/dir/file names a file inside an installed Python package
 

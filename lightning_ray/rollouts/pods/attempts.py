@@ -27,7 +27,7 @@ from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.records import Outcome, Reward, Task
 from lightning_ray.rollouts import grading
 from lightning_ray.rollouts.grading import GradeRequest, GraderFault, RoomReport
-from lightning_ray.rollouts.harness import Recipe, RecipeError
+from lightning_ray.rollouts.harness import MODEL_NAME, Recipe, RecipeError
 from lightning_ray.rollouts.lifecycle import Attempt
 from lightning_ray.rollouts.local import AttemptResult
 from lightning_ray.rollouts.pods import manifest, staging
@@ -108,13 +108,12 @@ class Pods:
         store: Any,
         recipe: Recipe,
         gateway_url: str,
-        model: str,
         run_id: str,
         kept: list[str],
         wait: Wait,
     ) -> None:
         self._config, self._store, self._recipe = config, store, recipe
-        self._gateway_url, self._model, self._wait = gateway_url, model, wait
+        self._gateway_url, self._wait = gateway_url, wait
         self._launcher = Launcher(config, run_id)
         self._kept, self._adopted = kept, dict[str, asyncio.Task[End]]()
         self._grading: dict[str, str] = {}  # attempt id -> the room in which it is graded
@@ -148,7 +147,7 @@ class Pods:
                 self._recipe,
                 staging.pod_values(
                     url=names.gateway_url,
-                    model=self._model,
+                    model=MODEL_NAME,
                     task=task,
                     attempt_id=attempt_id,
                     context_tokens=self._config.model.max_model_len,
