@@ -91,6 +91,7 @@ def test_a_statement_names_no_hidden_test_and_no_change():
         assert not [x for x in lines if len(x) > 12 and x in record.problem_statement]
 
 
+@pytest.mark.slow
 def test_every_reference_repair_gives_the_package_itself():
     for record in EVERY:
         clean = sources.tree(record.package)
