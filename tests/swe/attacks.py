@@ -378,7 +378,7 @@ Function.runtest = runtest
         UNSOLVED,
     ),
     source("runs for ever", "while True:\n    pass\n", UNSOLVED, limit_s=5.0),
-    source("sleeps for ever", "import time\ntime.sleep(1e6)\n", UNSOLVED, limit_s=5.0),
+    source("sleeps for ever", "import time\ntime.sleep(1e6)\n", UNSOLVED, limit_s=5.0, slow=True),
     source(
         "eats memory",
         "x = []\nwhile True:\n    x.append(bytearray(1 << 28))\n",

@@ -91,6 +91,7 @@ def test_a_statement_names_no_hidden_test_and_no_change():
         assert not [x for x in lines if len(x) > 12 and x in record.problem_statement]
 
 
+@pytest.mark.slow
 def test_every_reference_repair_gives_the_package_itself():
     for record in EVERY:
         clean = sources.tree(record.package)
@@ -104,7 +105,9 @@ def test_folders_with_a_copy_of_a_package_are_hidden(tmp_path, monkeypatch):
         path.mkdir(parents=True)
         (path / "__init__.py").touch()
     monkeypatch.setattr(sources, "_LIBRARIES", (str(tmp_path / "lib"),))
-    assert sources.hidden(sources.packages()["parse"]) == [site]
+    hidden = sources.hidden(sources.packages()["parse"])
+    assert site in hidden and other not in hidden
+    assert {sources.DATA, sources.cache() / "sdists"} <= {*hidden}
     for package in sources.packages().values():
         assert sources.copies(package, [*sources.environment().glob("lib/*/site-packages")]) == []
 
@@ -118,6 +121,20 @@ def test_neither_the_agent_nor_the_code_under_test_can_import_a_copy(tmp_path, m
     with pytest.raises(cleanroom.RoomFault, match="No module named"):  # pytest itself lies there
         cleanroom.run({}, Suite(str(sources.environment() / "bin/python"), ("",), frozenset(),
                       frozenset()), protection=family.protection(SMALL[0]))  # fmt: skip
+
+
+@pytest.mark.skipif(sandbox.protection().bubblewrap is None, reason="there is no bubblewrap")
+def test_what_is_hidden_is_empty_also_in_a_folder_that_is_shown(tmp_path):
+    secret = tmp_path / "shown" / "data" / "tasks.jsonl"
+    (tmp_path / "own").mkdir()
+    secret.parent.mkdir(parents=True)
+    secret.write_text("the answer")
+    said = []
+    for hidden in ([], [secret.parent]):
+        box = sandbox.prefix(tmp_path / "own", [tmp_path / "shown"], hidden)
+        done = subprocess.run([*box, "cat", str(secret)], capture_output=True, text=True)
+        said.append(done.stdout)
+    assert said == ["the answer", ""]
 
 
 # -- what the agent gets ---------------------------------------------------------------------------

@@ -99,7 +99,13 @@ def _sdist(package: Package) -> bytes:
             pinned.write_text(f"{wanted} --hash=sha256:{package.sdist_sha256}\n")
             _pip(
                 f"download the sources of {wanted}",
-                ["download", "--quiet", "--no-deps", "--no-binary=:all:", f"--dest={folder}"],
+                [
+                    "download",
+                    "--quiet",
+                    "--no-deps",
+                    f"--no-binary={package.name}",  # not what builds it
+                    f"--dest={folder}",
+                ],
                 pinned,
             )
             found = list(folder.glob("*.tar.gz"))
@@ -169,8 +175,10 @@ def copies(package: Package, roots: list[Path]) -> list[Path]:
 
 
 def hidden(package: Package) -> list[Path]:
-    """The folders of `shared` that must not be seen, because they hold a copy."""
-    return [root for root in shared() if copies(package, [root])]
+    """What must not be seen, should a sandbox show it: our data and sources (the cache or
+    lightning_ray itself may lie below a system folder), and the folders of `shared` with a copy."""
+    ours = [DATA, *(cache() / name for name in ("sdists", "making", "agreement"))]
+    return [*ours, *(root for root in shared() if copies(package, [root]))]
 
 
 def _pip(what: str, argv: list[str], requirements: Path) -> None:
