@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import io
 import json
 import tarfile
@@ -15,11 +17,15 @@ from hypothesis import strategies as st
 from lightning_ray.config import ConfigError, load
 from lightning_ray.records import Outcome, Task
 from lightning_ray.rollouts import grading
+from lightning_ray.rollouts.grading import Episode, RoomReport
 from lightning_ray.rollouts.pods import entry, manifest, staging
 from lightning_ray.rollouts.pods.manifest import Frame, Room
 from lightning_ray.rollouts.pods.outcomes import Patience, standing
 from lightning_ray.rollouts.pods.reconcile import Create, Delete, Finish, Reconciler
 from lightning_ray.rollouts.pods.template import JobTemplate, Names, TemplateFault
+from lightning_ray.store.depot import Depot, Refusal
+from lightning_ray.tasks.swe import embedded
+from lightning_ray.tasks.swe import grading as swe
 
 PATIENCE = Patience(start_s=100, fault_s=10)
 NAMES = Names("r-a0", "r", "g", "train", "http://gateway/rollout/r-a0")
@@ -105,14 +111,41 @@ def test_what_may_pass_is_waited_for_and_said(status, waits, patience) -> None:
     assert how.patience_s == patience
 
 
-def test_a_deadline_is_a_time_out_only_for_a_pod_that_ran() -> None:
+def test_a_jobs_deadline_is_the_infrastructures() -> None:
     late = job("j", "u1", {"type": "Failed", "reason": "DeadlineExceeded", "message": ""})
     state = {"containerStatuses": [{"state": {"running": {}}}]}
     ran = standing(late, [pod(phase="Running", deleted=True, **state)], PATIENCE).end
     never = standing(late, [], PATIENCE).end
     assert ran is not None
     assert never is not None
-    assert (ran.outcome, never.outcome) == (Outcome.TIMEOUT, Outcome.LAUNCH_FAULT)
+    # A harness has its own limit, which is shorter: a node that hangs is not its doing.
+    assert (ran.outcome, never.outcome) == (Outcome.NODE_LOST, Outcome.LAUNCH_FAULT)
+
+
+def test_a_job_that_failed_waits_for_its_pods_own_words() -> None:
+    failed = job("j", "u1", {"type": "Failed", "reason": "BackoffLimitExceeded", "message": ""})
+    how = standing(failed, [pod(phase="Running")], PATIENCE)
+    assert (how.end, how.patience_s) == (None, PATIENCE.settle_s)
+    end = standing(failed, [], PATIENCE).end
+    assert end is not None
+    assert end.outcome is Outcome.NODE_LOST
+
+
+def test_of_several_containers_the_harnesss_own_counts() -> None:
+    def state(name: str, **what: Any) -> dict[str, Any]:
+        return {"name": name, "state": what}
+
+    done = {"exitCode": 0, "reason": "Completed", "message": facts("exit", 0)}
+    for phase, side in [
+        ("Running", state("proxy", running={})),
+        ("Failed", state("proxy", terminated={"exitCode": 143, "reason": "Error"})),
+    ]:
+        statuses = [side, state("zz-agent", terminated=done)]
+        one = pod(phase=phase, containerStatuses=statuses)
+        one["spec"] = {"containers": [{"name": "zz-agent"}, {"name": "proxy"}]}
+        end = standing(job(), [one], PATIENCE).end
+        assert end is not None
+        assert end.outcome is Outcome.COMPLETED
 
 
 def test_a_second_pod_ends_the_attempt() -> None:
@@ -239,6 +272,48 @@ def test_an_old_list_does_not_lose_a_job_that_was_made_meanwhile() -> None:
     assert finish.end.outcome is Outcome.NODE_LOST
 
 
+@pytest.mark.parametrize("first", ["jobs", "pods"])
+def test_nothing_is_decided_before_both_lists_are_there(first) -> None:
+    lists = {"jobs": [job()], "pods": [pod(**ended(3, "Error", facts("exit", 3)))]}
+    failed = {"type": "Failed", "reason": "BackoffLimitExceeded", "message": ""}
+    lists["jobs"] = [job("j", "u1", failed)]
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.want("j", 1.0, there=True)
+    reconciler.listed(first, lists.pop(first), 2.0)
+    assert reconciler.actions(2.0, everything=True) == []
+    [(second, objects)] = lists.items()
+    reconciler.listed(second, objects, 3.0)
+    [finish] = reconciler.actions(3.0, everything=True)
+    assert isinstance(finish, Finish)
+    assert finish.end.outcome is Outcome.HARNESS_ERROR
+
+
+def test_patience_ends_however_often_the_words_change() -> None:
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.want("j", 0.0, there=True)
+    reconciler.listed("jobs", [job()], 1.0)
+    reconciler.listed("pods", [], 1.0)
+    for second in range(1, 200):
+        waits = NOT_SCHEDULED | {"message": f"0/{second} nodes are available"}
+        reconciler.event("pods", "MODIFIED", pod(phase="Pending", conditions=[waits]))
+        if found := reconciler.actions(float(second)):
+            break
+        if second > 10:
+            assert f"0/{second} nodes" in reconciler.trouble(float(second))
+    assert second == pytest.approx(PATIENCE.start_s, abs=3)
+    assert isinstance(found[0], Finish)
+
+
+def test_who_grades_is_not_kept_waiting_by_those_that_have_not_begun() -> None:
+    reconciler = Reconciler(PATIENCE, 1, 100)
+    reconciler.listed("jobs", [], 1.0)
+    reconciler.listed("pods", [], 1.0)
+    for name in ("a", "b"):
+        reconciler.want(name, 1.0)
+    reconciler.want("grader", 1.0, urgent=True)
+    assert reconciler.actions(2.0) == [Create("grader")]
+
+
 # -- templates ------------------------------------------------------------------------------------
 
 TEMPLATE = """\
@@ -309,6 +384,14 @@ def test_a_field_that_the_server_refuses_has_its_line(tmp_path) -> None:
     assert "line 15: Required value" in str(fault)
 
 
+def test_the_example_is_a_template_for_the_embedded_tasks() -> None:
+    path = Path(__file__).parents[1] / "examples" / "kubernetes" / "job.yaml"
+    made = JobTemplate(str(path), "agent:1").render(embedded.train()[0], NAMES)
+    assert made["spec"]["template"]["spec"]["containers"][0]["image"] == "agent:1"
+    named = JobTemplate(str(path), "agent:1").render(TASK, NAMES)
+    assert named["spec"]["template"]["spec"]["containers"][0]["image"] == "repo:1"
+
+
 @pytest.mark.parametrize("text", ["kind: Pod\n", "[]", "kind: Job\nspec: {}\n", "a: [", "- 1"])
 def test_what_is_no_job_is_refused(tmp_path, text) -> None:
     with pytest.raises(TemplateFault):
@@ -354,7 +437,7 @@ def tar(**members: bytes | tuple[str, str]) -> bytes:
     return body.getvalue()
 
 
-def test_changes_of_a_workspace_come_back_as_they_were(tmp_path) -> None:
+def test_changes_of_a_workspace_come_back_as_they_were(tmp_path, monkeypatch) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     for root in (theirs, ours):
         (root / "pkg").mkdir(parents=True)
@@ -378,6 +461,8 @@ def test_changes_of_a_workspace_come_back_as_they_were(tmp_path) -> None:
     assert (ours / "link").is_symlink()
     assert (ours / "bytes.bin").read_bytes() == b"\xff\x00"
     assert entry.changes(str(theirs), before, 5) is None
+    monkeypatch.setattr(entry, "MOST_CHANGED", 3)
+    assert entry.changes(str(theirs), before, 1 << 20) is None
 
 
 @pytest.mark.parametrize(
@@ -410,6 +495,35 @@ def test_nothing_is_written_through_a_link(tmp_path) -> None:
     assert (root / "new" / "a").read_bytes() == b"x"
     assert (root / "old" / "b").read_bytes() == b"y"
     assert not (root / "pipe").exists()
+
+
+def test_a_compressed_result_is_none(tmp_path) -> None:
+    bomb = gzip.compress(tar(**{"changed/zeros": bytes(1 << 20)}))
+    found, problem = staging.outcome_of(TASK, None, bomb, "no:matter")
+    assert found is None
+    assert "cannot be read" in problem
+
+
+def test_the_harnesss_key_does_not_open_its_room(tmp_path) -> None:
+    depot = Depot(tmp_path)
+    depot.open("r-a0", hashlib.sha256(b"room").hexdigest(), {"order": b"x"})
+    assert depot.bring("r-a0", staging.harness_key("room"), b"forged") is Refusal.KEY
+    assert depot.bring("r-a0", "room", b"real") is None
+    depot.open("other", "0", {})
+    depot.sweep(["r-a0"])
+    assert depot.result("r-a0") == b"real"
+    assert [folder.name for folder in tmp_path.iterdir()] == ["r-a0"]
+
+
+def test_code_that_takes_the_graders_memory_is_unsolved_and_no_fault() -> None:
+    task = embedded.train()[0]
+    order = swe.plan(task, {"files": {}})
+    assert order is not None
+    episode = Episode("r", "a", Outcome.COMPLETED, "", ())
+    report = RoomReport(None, "", "OOMKilled", overran=True)
+    assert swe.judge(task, {"files": {}}, episode, order, report).solved is False
+    with pytest.raises(swe.GradingError):
+        swe.judge(task, {"files": {}}, episode, order, RoomReport(1, "", "no python"))
 
 
 def test_a_grader_without_pieces_has_no_room() -> None:

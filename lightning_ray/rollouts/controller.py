@@ -23,6 +23,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lightning_ray.config import RunConfig
 from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, RolloutSpec, RolloutState
@@ -35,9 +36,9 @@ from lightning_ray.rollouts.grading import (
     grade,
 )
 from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycle, Next, judge
-from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_attempt
+from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, limits, run_attempt
 from lightning_ray.rollouts.pods.attempts import Pods
-from lightning_ray.rollouts.process import Limits
+from lightning_ray.rollouts.pods.staging import harness_key
 from lightning_ray.rollouts.sandbox import wanted
 from lightning_ray.store.attempts import Known
 
@@ -57,7 +58,13 @@ def start(
     """Starts the controller, which first queues what operators asked an earlier one for; returns
     its actor handle. For `run_id` and `kept` see `pods.attempts.Pods`."""
     actor = ray.remote(num_cpus=0, max_concurrency=_MAX_CONCURRENCY)(RolloutController)
-    named = actor.options(name=_name(config), namespace=NAMESPACE)
+    # Where the driver is: only the head's pod may speak to Kubernetes.
+    here = ray.get_runtime_context().get_node_id()
+    named = actor.options(
+        name=_name(config),
+        namespace=NAMESPACE,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+    )
     handle = named.remote(config, store, gateway_url, run_id, list(kept))
     handle.submit.remote(store.unfinished.remote())
     return handle
@@ -222,7 +229,8 @@ class RolloutController:
             ended = await self._pods.resume(attempt)
         else:
             key = secrets.token_urlsafe(32)
-            key_hash = hashlib.sha256(key.encode()).hexdigest()
+            harness = harness_key(key) if self._pods_of(attempt) else key
+            key_hash = hashlib.sha256(harness.encode()).hexdigest()
             await self._store.start_attempt.remote(
                 attempt_id, attempt.spec.rollout_id, attempt.number, key_hash, time.time()
             )
@@ -259,7 +267,7 @@ class RolloutController:
             root_url=f"{self._gateway_url}/rollout/{attempt.attempt_id}",
             model=harness.MODEL_NAME,
             context_tokens=config.model.max_model_len,
-            limits=self._limits(config.rollout.timeout_s),
+            limits=limits(config, config.rollout.timeout_s),
             log_dir=config.run_dir / "rollouts" / attempt.attempt_id,
             prepare=config.task.prepare,
             collect=config.task.collect,
@@ -325,7 +333,7 @@ class RolloutController:
                 task.grader_options,
             ),
             grader=grader,
-            limits=self._limits(task.grader_timeout_s),
+            limits=limits(self._config, task.grader_timeout_s),
             log=self._config.run_dir / "rollouts" / attempt_id / "grader.log",
         )
         try:
@@ -378,17 +386,6 @@ class RolloutController:
                 await self._store.finish_rollout.remote(finished)
             self._ready.append(finished)
             self._news.set()
-
-    def _limits(self, timeout_s: float) -> Limits:
-        rollout = self._config.rollout
-        return Limits(
-            timeout_s=timeout_s,
-            memory_mib=rollout.memory_mib,
-            max_processes=rollout.max_processes,
-            output_mib=rollout.output_mib,
-            file_mib=rollout.workspace_mib,
-            disk_mib=rollout.disk_mib,
-        )
 
 
 def _first_line(error: BaseException) -> str:

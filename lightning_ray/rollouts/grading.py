@@ -82,11 +82,13 @@ class RoomOrder:
 @dataclass(frozen=True)
 class RoomReport:
     """What came of an order: the exit status (None: it was still running at its time limit, or had
-    to be killed), what it said on the socket, the end of its output."""
+    to be killed), what it said on the socket, the end of its output; `overran` if it took more
+    memory or disk than the room has, and is dead with all that it said."""
 
     status: int | None
     said: str
     tail: str
+    overran: bool = False
 
 
 def grade(request: GradeRequest) -> Reward | GraderFault:

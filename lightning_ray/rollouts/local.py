@@ -30,6 +30,7 @@ from types import FrameType
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from lightning_ray.config import RunConfig
 from lightning_ray.records import Json, Outcome, Task
 from lightning_ray.rollouts import harness, process
 from lightning_ray.rollouts.forkserver import PreloadError
@@ -124,6 +125,19 @@ def run_attempt(request: AttemptRequest) -> AttemptResult:
         else:
             _remove(box)
         os.close(held)
+
+
+def limits(config: RunConfig, timeout_s: float) -> Limits:
+    """What the configuration lets a program use."""
+    rollout = config.rollout
+    return Limits(
+        timeout_s=timeout_s,
+        memory_mib=rollout.memory_mib,
+        max_processes=rollout.max_processes,
+        output_mib=rollout.output_mib,
+        file_mib=rollout.workspace_mib,
+        disk_mib=rollout.disk_mib,
+    )
 
 
 def classify(report: ExitReport) -> Outcome:

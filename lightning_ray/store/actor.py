@@ -207,6 +207,7 @@ class StoreActor:
         return await self._run(RolloutStore.end_attempt, attempt_id, outcome, detail, ended_at)
 
     async def end_orphans(self, ended_at: float, keep: list[str]) -> int:
+        await self._depots(self._depot.sweep, keep)
         return await self._run(RolloutStore.end_orphans, ended_at, keep)
 
     async def attempt(self, attempt_id: str) -> AttemptInfo | None:

@@ -26,7 +26,7 @@ from lightning_ray.store.keys import write_private
 RESULT = "result"  # what a pod sends back
 ORDER = "order"  # what a pod is to do: handed to one pod only
 _KEY, _CLAIMANT = ".key", ".claimant"  # no file of a pod has such a name
-_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")  # names of rooms and files
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,239}")  # names of rooms and files
 _NO_HASH = "0" * 64  # of no key, so that a room that is not there takes as long to refuse
 
 
@@ -87,6 +87,12 @@ class Depot:
     def close(self, room: str) -> None:
         """Removes the room; its key opens nothing from here on."""
         shutil.rmtree(self._directory / room, ignore_errors=True)
+
+    def sweep(self, keep: list[str]) -> None:
+        """Removes the rooms that an earlier life left, except those of `keep`."""
+        for folder in self._directory.glob("*"):
+            if folder.name not in keep:
+                self.close(folder.name)
 
     def opens(self, room: str, key: str) -> bool:
         """True if `key` is that of the room."""

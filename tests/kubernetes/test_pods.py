@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 # What the agent does is said by its task. It asks the model once, with nothing but its environment.
 HARNESS = """
-import json, os, pathlib, sys, time, urllib.request
+import json, os, pathlib, signal, sys, time, urllib.error, urllib.request
 task = sys.argv[1]
 call = urllib.request.Request(
     os.environ["OPENAI_BASE_URL"] + "/chat/completions",
@@ -44,6 +44,15 @@ try:
     pathlib.Path("peeked.txt").write_text(str("LIGHTNING_RAY_KEY" in environ.read_text()))
 except PermissionError:
     pathlib.Path("peeked.txt").write_text("refused")
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP):
+    os.kill(1, number)
+forged = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"][:-3] + "/files/result", b"forged", call.headers, method="PUT"
+)
+try:
+    pathlib.Path("forged.txt").write_text(str(urllib.request.urlopen(forged).status))
+except urllib.error.HTTPError as error:
+    pathlib.Path("forged.txt").write_text(str(error.code))
 if task == "sleep":
     time.sleep(600)
 if task.startswith("wait "):
@@ -72,6 +81,7 @@ def collect(task: Task, workspace: Path) -> Json:
         "made": (workspace / "made.txt").read_text(),
         "gone": not (workspace / "gone.txt").exists(),
         "peeked": (workspace / "peeked.txt").read_text(),
+        "forged": (workspace / "forged.txt").read_text(),
         "link": str(link.readlink()) if link.is_symlink() else None,
     }
 
@@ -115,7 +125,7 @@ def judge(
         return Reward(0.0, False)
     solved = report.status == 0 and report.said == "nonce " + task.fields["given"].upper()
     facts = {"link": result["link"] == "/etc/passwd", "gone": result["gone"]}
-    facts |= {"peeked": result["peeked"] == "True"}
+    facts |= {"peeked": result["peeked"] == "True", "forged": result["forged"] != "401"}
     return Reward(float(solved), solved, {name: float(fact) for name, fact in facts.items()})
 
 
@@ -254,7 +264,7 @@ def test_a_harness_runs_in_a_pod_and_is_graded_in_another_one(site) -> None:
     ended = here.one("work")
     assert ended.outcome is Outcome.COMPLETED, ended.detail
     assert ended.reward is not None and ended.reward.solved, ended
-    assert ended.reward.metrics == {"link": 1.0, "gone": 1.0, "peeked": 0.0}
+    assert ended.reward.metrics == {"link": 1.0, "gone": 1.0, "peeked": 0.0, "forged": 0.0}
     calls = ray.get(here.running.store.calls.remote(ended.attempt_id))
     assert [call.text for call in calls] == ["done"]
     log = here.config.run_dir / "rollouts" / ended.attempt_id / "harness.log"

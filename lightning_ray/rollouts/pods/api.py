@@ -118,10 +118,10 @@ class Api:
             if error.status != 404:
                 raise
 
-    def log(self, pod: str, most_bytes: int) -> bytes:
-        """What the first container of a pod wrote."""
+    def log(self, pod: str, container: str, most_bytes: int) -> bytes:
+        """What a container of a pod wrote."""
         answer = self._core.read_namespaced_pod_log(
-            pod, self.namespace, limit_bytes=most_bytes, **_raw()
+            pod, self.namespace, container=container, limit_bytes=most_bytes, **_raw()
         )
         content: bytes = _checked(answer).data
         return content
@@ -205,12 +205,15 @@ class Follower(threading.Thread):
                     objects, version = self._api.list(self._kind, self._selector)
                     self._listed(objects, asked_at)
                 self._away("")
+                began = time.monotonic()
                 version = self._watch(version)
+                if time.monotonic() - began < _FIRST_WAIT_S:
+                    self._stopped.wait(_FIRST_WAIT_S)  # somebody ends watches at once
                 wait_s = _FIRST_WAIT_S
                 continue
             except ApiException as error:
                 problem = f"HTTP {error.status} {error.reason}"
-            except OUTAGE as error:
+            except (*OUTAGE, ValueError, KeyError) as error:
                 problem = f"{type(error).__name__}: {error}"[:200]
             # Whatever it was, a list puts it right.
             version = ""
@@ -248,5 +251,8 @@ def _checked(answer: Any) -> Any:
 
 
 def _json(answer: Any) -> Json:
-    content: Json = json.loads(_checked(answer).data)
-    return content
+    try:
+        content: Json = json.loads(_checked(answer).data)
+        return content
+    except ValueError as error:  # a proxy's own page, say
+        raise ApiException(status=502, reason="the answer is no JSON") from error

@@ -46,9 +46,8 @@ _DYING_S = 30.0
 _pack = ray.remote(max_retries=2)(staging.pack)
 _outcome_of = ray.remote(max_retries=2)(staging.outcome_of)
 _plan = ray.remote(max_retries=2)(grading.plan)
+_room_files = ray.remote(max_retries=2)(staging.room_files)
 _judge = ray.remote(max_retries=2)(grading.judge)
-
-AGENT, GRADER = "agent", "grader"  # what a Job is for
 
 # Awaits a Ray task on behalf of an attempt, so that the attempt can be cancelled meanwhile.
 Wait = Callable[[Attempt, Any], Awaitable[Any]]
@@ -66,11 +65,12 @@ def attempts_in_pods(config: RunConfig, run_id: str) -> list[str]:
         ConfigError: the API server does not answer.
     """
     try:
-        jobs, _ = Api(config.kubernetes).list("jobs", manifest.selector(run_id, AGENT))
+        jobs, _ = Api(config.kubernetes).list("jobs", manifest.selector(run_id, manifest.AGENT))
     except (ApiException, *OUTAGE) as error:
         raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
     there = [job["metadata"] for job in jobs if "deletionTimestamp" not in job["metadata"]]
-    return [metadata["annotations"][manifest.ROOM_ANNOTATION] for metadata in there]
+    named = (metadata.get("annotations") or {} for metadata in there)
+    return [room for found in named if (room := found.get(manifest.ROOM_ANNOTATION))]
 
 
 def check(config: RunConfig, task: Task) -> list[str]:
@@ -80,10 +80,15 @@ def check(config: RunConfig, task: Task) -> list[str]:
     Raises:
         ConfigError: something cannot work.
     """
-    grader = config.task.grader
-    if config.kubernetes.grade == "job" and grader and not grading.has_room(grader):
+    task_section = config.task
+    grader = task_section.grader
+    by_command = task_section.grader_command is not None
+    if config.kubernetes.grade == "job" and (
+        by_command or (grader and not grading.has_room(grader))
+    ):
+        named = f"grader={grader}" if grader else "grader_command"
         raise ConfigError(
-            f"task.grader={config.task.grader} cannot grade in a pod: its module has no `plan` "
+            f"task.{named} cannot grade in a pod: its module has no `plan` "
             "and `judge`; write them (docs/kubernetes.md), or set kubernetes.grade=cluster"
         )
     launcher = Launcher(config, "check")
@@ -134,7 +139,8 @@ class Pods:
             self._late = asyncio.create_task(self._give_up_unclaimed())
 
     async def run(self, attempt: Attempt, key: str) -> AttemptResult:
-        """One attempt from its workspace to its result."""
+        """One attempt from its workspace to its result. `key` opens its room; the harness gets
+        `staging.harness_key` of it."""
         attempt_id, task = attempt.attempt_id, attempt.spec.task
         try:
             workspace = None
@@ -161,7 +167,7 @@ class Pods:
             )
             files = {"order": order} | ({staging.WORKSPACE: workspace} if workspace else {})
             await self._open(attempt_id, key, files)
-            room = Room(attempt_id, names.gateway_url, key, AGENT)
+            room = Room(attempt_id, names.gateway_url, key, manifest.AGENT)
             end = await self._launcher.run(task, room, names)
             return await self._ended(attempt, end)
         except (TemplateFault, RecipeError) as error:
@@ -169,7 +175,7 @@ class Pods:
         except TaskCancelledError:
             return AttemptResult(Outcome.CANCELLED, "cancelled")
         except RayTaskError as error:
-            return AttemptResult(Outcome.LAUNCH_FAULT, str(error.cause).strip().splitlines()[-1])
+            return AttemptResult(Outcome.LAUNCH_FAULT, _said(error))
         except RayError as error:
             return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {error}")
         finally:
@@ -237,7 +243,11 @@ class Pods:
         self, attempt: Attempt, order: grading.RoomOrder
     ) -> RoomReport | GraderFault:
         fault = ""
-        files = staging.room_files(order)
+        try:
+            work = _room_files.options(**self._options).remote(order)
+            files: dict[str, bytes] = await self._wait(attempt, work)
+        except RayTaskError as error:
+            return GraderFault(f"the grader's plan cannot be laid out: {_said(error)}")
         for number in range(self._config.rollout.retries + 1):
             room = f"{attempt.attempt_id}.g{number}"
             key = secrets.token_urlsafe(32)
@@ -245,7 +255,7 @@ class Pods:
             try:
                 await self._open(room, key, files)
                 names = self._names(attempt, room)
-                wanted = Room(room, names.gateway_url, key, GRADER)
+                wanted = Room(room, names.gateway_url, key, manifest.GRADER)
                 end = await self._launcher.run(attempt.spec.task, wanted, names)
                 result = await self._store.room_result.remote(room)
             finally:
@@ -253,10 +263,11 @@ class Pods:
                 await self._close(room)
             if end.outcome is Outcome.CANCELLED:
                 return GraderFault("cancelled")
-            if end.outcome is Outcome.OUT_OF_MEMORY:
-                return RoomReport(None, "", end.detail)
             if result is not None:
                 return staging.room_report(result)
+            if end.outcome in (Outcome.OUT_OF_MEMORY, Outcome.OUTPUT_LIMIT):
+                # The code under test did that: it is no fault of the room.
+                return RoomReport(None, "", end.detail, overran=True)
             fault = f"the pod that graded: {end.outcome}, {end.detail}"
         return GraderFault(fault)
 
@@ -275,10 +286,11 @@ class Pods:
             work = _outcome_of.options(**self._options)
             try:
                 ref = work.remote(attempt.spec.task, workspace, sent, config.task.collect)
-                read = await self._wait(attempt, ref)
+                read, problem = await self._wait(attempt, ref)
+                if problem:
+                    outcome, detail = Outcome.OUTPUT_LIMIT, f"{problem} (harness: {detail})"
             except RayTaskError as error:
-                said = str(error.cause).strip().splitlines()[-1]
-                outcome, detail = Outcome.GRADER_FAULT, f"{said} (harness: {detail})"
+                outcome, detail = Outcome.GRADER_FAULT, f"{_said(error)} (harness: {detail})"
         return AttemptResult(outcome, detail, read)
 
     async def _open(self, room: str, key: str, files: dict[str, bytes]) -> None:
@@ -311,3 +323,7 @@ class Pods:
         for attempt_id in list(self._adopted):
             self._adopted.pop(attempt_id).cancel()
             await self._close(attempt_id)
+
+
+def _said(error: RayTaskError) -> str:
+    return (str(error.cause).strip().splitlines() or [type(error.cause).__name__])[-1]

@@ -2,13 +2,14 @@
 came of it.
 
 Standard library only, for any Python from 3.8: this file travels with the order into the user's own
-image, where `BOOTSTRAP` executes it. An order of the kind `harness` fills the workspace, runs the
-harness and sends back what it changed there; one of the kind `room` runs a command on a clean tree
-and sends back what that reported, and how it ended.
+image, where `manifest.BOOTSTRAP` executes it. An order of the kind `harness` fills the workspace,
+runs the harness and sends back what it changed there; one of the kind `room` runs a command on a
+clean tree and sends back what that reported, and how it ended.
 
-Invariants: the key is in the memory of this process only, which others in the pod cannot read (it
-is not dumpable), and in the environment of the harness where its recipe puts it; when something is
-sent back, nothing else in the pod runs any more; nothing is sent that passes its size limit.
+Invariants: the room's key is in the memory of this process only, which others in the pod can neither
+read (it is not dumpable) nor signal (it is the first process); a harness gets one that is derived
+from it; when something is sent back, nothing else in the pod runs any more; nothing is sent that
+passes its size limit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import hashlib
 import io
 import json
 import os
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 
 TYPE_CHECKING = False  # `typing` takes longer to import than most of this file
@@ -42,35 +45,12 @@ if TYPE_CHECKING:
 # `{root}` of the orders. A volume of the pod, so every rollout of a group sees the same paths.
 ROOT = "/lightning"
 TERMINATION_LOG = "/dev/termination-log"
-# Kubernetes keeps 4,096 bytes of it.
-MOST_TERMINATION_BYTES = 3500
+# Kubernetes keeps 4,096 bytes of the termination message.
+MOST_ERROR_CHARS = 500
 MOST_DYING_S = 10  # a killed process in a system call of a slow disk takes a while
 MOST_ENTRIES = 200_000  # files of a workspace that are looked at
+MOST_CHANGED = 20_000  # files that come back: a repair changes a few
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
-
-# The command of the container, before this file is there. `request` is used by it afterwards; it
-# is patient, since the gateway may be starting again, and a new pod's first look-ups can fail.
-BOOTSTRAP = """
-import json, os, time, urllib.request
-url, key, pod = (os.environ.pop("LIGHTNING_RAY_" + name) for name in ("URL", "KEY", "POD"))
-def request(name, body=None):
-    headers = {"Authorization": "Bearer " + key, "X-Lightning-Ray-Pod": pod}
-    method = "GET" if body is None else "PUT"
-    call = urllib.request.Request(url + "/files/" + name, body, headers, method=method)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for turn in range(60):
-        try:
-            return opener.open(call, timeout=120).read()
-        except OSError as error:
-            status = getattr(error, "code", 503)
-            if status < 500 or turn == 59:
-                raise SystemExit("gateway %s, %s: %s" % (url, name, error))
-            time.sleep(min(1 + turn, 10))
-order = json.loads(request("order"))
-space = {"__name__": "entry"}
-exec(compile(order.pop("entry"), "entry.py", "exec"), space)
-space["main"](order, request, key)
-"""
 
 
 class Ended(Exception):
@@ -83,9 +63,14 @@ class Ended(Exception):
 
 def main(order: Order, request: Request, key: str) -> NoReturn:
     """Carries out an order and ends the process with the status of what it ran."""
+    # As the first process of its namespace it gets no signal from the others, except those that it
+    # handles: Python handles this one.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     prctl(PR_SET_DUMPABLE, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     started = time.monotonic()
+    # Opened before anybody else could change its rights.
+    log = open_log()
     facts: Facts = {"ended_by": "not_started", "status": None, "error": ""}
     try:
         make = {"harness": run_harness, "room": run_room}[order["kind"]]
@@ -94,10 +79,13 @@ def main(order: Order, request: Request, key: str) -> NoReturn:
         facts.update(ended_by=error.why, error=str(error)[:500])
     except (OSError, tarfile.TarError) as error:
         facts["error"] = f"{type(error).__name__}: {error}"
-    facts = {name: facts[name] for name in ("ended_by", "status", "error")}
-    facts["seconds"] = time.monotonic() - started
-    with contextlib.suppress(OSError), open(TERMINATION_LOG, "w") as file:
-        file.write(json.dumps(facts)[:MOST_TERMINATION_BYTES])
+    told = {name: facts[name] for name in ("ended_by", "status", "error")}
+    told["error"] = told["error"][:MOST_ERROR_CHARS]
+    told["seconds"] = time.monotonic() - started
+    text = json.dumps(told, ensure_ascii=False).encode(errors="replace")
+    with contextlib.suppress(OSError):
+        os.ftruncate(log, 0)
+        os.pwrite(log, text, 0)
     status = facts.get("status")
     os._exit(status if isinstance(status, int) and 0 <= status < 256 else 1)
 
@@ -117,17 +105,26 @@ def run_harness(order: Order, request: Request, key: str) -> Facts:
         with open(path, "w") as file:
             file.write(content)
     link_site_packages(order)
-    before = snapshot(workspace)
-    env = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
-    env.update(
-        {name: text.replace(order["key_stands_for"], key) for name, text in order["env"].items()}
-    )
-    facts = run(order["argv"], env, order["cwd"], order["stdin"].encode(), order)
-    body = changes(workspace, before, order["result_bytes"])
-    if body is None:
-        facts.update(
-            ended_by="disk", error=f"what it changed is larger than {order['result_bytes']} bytes"
+    if not os.access(workspace, os.W_OK):
+        raise Ended(
+            "not_started",
+            workspace
+            + " cannot be written: set runAsUser and readOnlyRootFilesystem: false in the "
+            "template's securityContext",
         )
+    before = snapshot(workspace)
+    env = dict(os.environ)  # the image's and the template's
+    harness_key = hashlib.sha256(b"harness:" + key.encode()).hexdigest()
+    for name, text in order["env"].items():
+        env[name] = text.replace(order["key_stands_for"], harness_key)
+    facts = run(order["argv"], env, order["cwd"], order["stdin"].encode(), order)
+    try:
+        body = changes(workspace, before, order["result_bytes"])
+    except (OSError, ValueError, Ended) as error:
+        body, facts["error"] = None, str(error)
+    if body is None:
+        limit = f"what it changed is larger than {order['result_bytes']} bytes, or too many files"
+        facts.update(ended_by="disk", error=facts["error"] or limit)
     else:
         request("result", body)
     return facts
@@ -173,12 +170,15 @@ def walk(root: str) -> Iterator[tuple[str, os.stat_result]]:
         for entry in found:
             entries += 1
             if entries > MOST_ENTRIES:
-                return
+                raise Ended("not_started", f"{root} has more than {MOST_ENTRIES} files")
             path = prefix + entry.name
-            if entry.is_dir(follow_symlinks=False):
-                folders.append(path + "/")
-            else:
-                yield path, entry.stat(follow_symlinks=False)
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(path + "/")
+                else:
+                    yield path, entry.stat(follow_symlinks=False)
+            except OSError:
+                continue  # a path that is too long, a folder that may not be entered
 
 
 def changes(root: str, before: dict[str, tuple[int, ...]], most: int) -> bytes | None:
@@ -190,7 +190,10 @@ def changes(root: str, before: dict[str, tuple[int, ...]], most: int) -> bytes |
     with tarfile.open(fileobj=body, mode="w") as tar:
         gone = json.dumps(sorted(before.keys() - after.keys())).encode("utf-8", "surrogateescape")
         add(tar, "deleted", gone)
-        for path in sorted(path for path, kept in after.items() if before.get(path) != kept):
+        changed = sorted(path for path, kept in after.items() if before.get(path) != kept)
+        if len(changed) > MOST_CHANGED:
+            return None
+        for path in changed:
             mode, length = after[path][:2]
             if stat.S_ISLNK(mode):
                 link = tarfile.TarInfo("changed/" + path)
@@ -231,8 +234,10 @@ def run_room(order: Order, request: Request, key: str) -> Facts:
         for text in order["argv"]
     ]
     order["channel"] = ours
-    ours.sendall(base64.b64decode(order["say"]))
-    facts = run(argv, order["env"], order["cwd"], b"", order, theirs)
+    # More than a socket holds waits for the program to read it.
+    say = base64.b64decode(order["say"])
+    threading.Thread(target=deliver, args=(ours, say), daemon=True).start()
+    facts = run(argv, {**os.environ, **order["env"]}, order["cwd"], b"", order, theirs)
     report = {
         "ended_by": facts["ended_by"],
         "status": facts["status"],
@@ -241,6 +246,11 @@ def run_room(order: Order, request: Request, key: str) -> Facts:
     }
     request("result", json.dumps(report).encode())
     return facts
+
+
+def deliver(channel: socket.socket, content: bytes) -> None:
+    with contextlib.suppress(OSError):
+        channel.sendall(content)
 
 
 # -- any program ----------------------------------------------------------------------------------
@@ -322,10 +332,29 @@ def watch(child: Child, output: int, order: Order) -> tuple[str, bytes, bytes]:
             said += data
             if len(said) > order["result_bytes"] // 2:
                 return "output", tail, said
+        reap(child)
         if child.poll() is not None and not ready:
             return "exit", tail, said
         if time.monotonic() > deadline:
             return "time", tail, said
+
+
+def reap(child: Child) -> None:
+    """Buries orphans that have ended: as the first process, all of them are ours."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ended = os.waitid(os.P_ALL, 0, options)
+            if ended is None or ended.si_pid == child.pid:
+                return
+            os.waitpid(ended.si_pid, 0)
+
+
+def open_log() -> int:
+    try:
+        return os.open(TERMINATION_LOG, os.O_WRONLY)
+    except OSError:
+        return -1
 
 
 def kill_all(child: Child) -> None:
@@ -345,10 +374,12 @@ def kill_all(child: Child) -> None:
 
 
 def oom_kills() -> int:
-    """How often the kernel killed a process of this container for its memory."""
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+    """How often this container met its own memory limit; where the kernel does not say (v1), how
+    often a process of it was killed, which a full node does too."""
+    v2, v1 = "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"
+    for path, name in ((v2, "oom "), (v1, "oom_kill ")):
         with contextlib.suppress(OSError, ValueError), open(path) as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+            return sum(int(line.split()[1]) for line in file if line.startswith(name))
     return 0
 
 

@@ -27,7 +27,7 @@ from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.records import Json, Outcome, Task
 from lightning_ray.rollouts.pods import manifest
 from lightning_ray.rollouts.pods.api import OUTAGE, Api, Follower
-from lightning_ray.rollouts.pods.manifest import Frame, Room
+from lightning_ray.rollouts.pods.manifest import GRADER, Frame, Room
 from lightning_ray.rollouts.pods.outcomes import End, Patience
 from lightning_ray.rollouts.pods.reconcile import (
     Action,
@@ -84,6 +84,7 @@ class Launcher:
         patience = Patience(settings.start_timeout_s, settings.fault_timeout_s)
         self._reconciler = Reconciler(patience, settings.max_pods, settings.creates_per_s)
         self._wanted: dict[str, _Wanted] = {}
+        self._cancelled: set[str] = set()  # also before they are wished
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="kubernetes")
         self._news = asyncio.Event()
         self._away: dict[Kind, tuple[str, float]] = {}
@@ -134,7 +135,7 @@ class Launcher:
             TemplateFault: the template cannot be filled for this task.
         """
         job = self._build(task, room, names)
-        return await self._until_end(room.name, job, room.key, there=False)
+        return await self._until_end(room.name, job, room.key, urgent=room.role == GRADER)
 
     async def adopt(self, room: str) -> End:
         """Waits for the end of a Job that an earlier life of this run made."""
@@ -142,7 +143,9 @@ class Launcher:
 
     def cancel(self, room: str) -> None:
         """Ends the Job of this room, if it runs: whoever waits for it is told."""
-        wanted = self._wanted.get(self._name(room))
+        name = self._name(room)
+        self._cancelled.add(name)
+        wanted = self._wanted.get(name)
         if wanted and not wanted.end.done():
             wanted.end.set_result(End(Outcome.CANCELLED, "cancelled"))
 
@@ -150,6 +153,7 @@ class Launcher:
         """Nobody needs the Job of this room any more: it is deleted, unless ended ones are kept."""
         name = self._name(room)
         wanted = self._wanted.pop(name, None)
+        self._cancelled.discard(name)
         ended = wanted and wanted.end.done() and not wanted.end.cancelled()
         keep = ended and self._frame.keep_s is not None
         if keep and wanted and wanted.end.result().outcome is not Outcome.CANCELLED:
@@ -170,7 +174,7 @@ class Launcher:
         if pod is None:
             return None
         with contextlib.suppress(ApiException, *OUTAGE):
-            return await self._in_thread(lambda: self._api.log(pod, most_bytes))
+            return await self._in_thread(lambda: self._api.log(*pod, most_bytes))
         return None
 
     @property
@@ -182,9 +186,9 @@ class Launcher:
     def trouble(self) -> str:
         """What a person must know: that the API server is away, or what pods wait for."""
         for problem, since in self._away.values():
-            seconds = time.time() - since
-            return f"the API server has not answered for {seconds:.0f} s ({problem})"
-        return self._reconciler.trouble
+            clock = time.strftime("%H:%M:%S", time.localtime(since))
+            return f"the API server has not answered since {clock} ({problem})"
+        return self._reconciler.trouble(time.time())
 
     async def stop(self) -> None:
         """Deletes all Jobs of the run, as far as the API server lets us, and stops following."""
@@ -209,11 +213,15 @@ class Launcher:
     def _name(self, room: str) -> str:
         return manifest.job_name(self._frame.run_id, room)
 
-    async def _until_end(self, room: str, job: Json, key: str, *, there: bool) -> End:
+    async def _until_end(
+        self, room: str, job: Json, key: str, *, there: bool = False, urgent: bool = False
+    ) -> End:
         name = self._name(room)
+        if name in self._cancelled:
+            return End(Outcome.CANCELLED, "cancelled")
         end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._wanted[name] = _Wanted(job, key, self._template, end)
-        self._reconciler.want(name, time.time(), there=there)
+        self._reconciler.want(name, time.time(), there=there, urgent=urgent)
         self._news.set()
         return await end
 
@@ -263,7 +271,10 @@ class Launcher:
         except ApiException as error:
             if error.status != 409:
                 raise
-            job = self._api.read_job(metadata["name"])
+            try:
+                job = self._api.read_job(metadata["name"])
+            except ApiException:
+                raise error from None  # the conflict was another one, a quota's say
             if (job["metadata"].get("labels") or {}).get(manifest.RUN_LABEL) != self._frame.run_id:
                 raise
         self._api.create_secret(manifest.secret(wanted.job, job["metadata"]["uid"], wanted.key))
@@ -274,7 +285,7 @@ class Launcher:
         try:
             await self._in_thread(lambda: self._api.delete_job(name, uid))
             if pod:  # at once: nothing in it has anything to save
-                await self._in_thread(lambda: self._api.delete_pod(pod))
+                await self._in_thread(lambda: self._api.delete_pod(pod[0]))
         except (ApiException, *OUTAGE):
             await asyncio.sleep(_TICK_S)
             self._reconciler.not_deleted(name)
@@ -286,7 +297,15 @@ class Launcher:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A fault of ours: whoever waits must not wait for ever.
+            for wanted in self._wanted.values():
+                if not wanted.end.done():
+                    wanted.end.set_exception(error)
 
     def _follow(self, kind: Kind) -> Follower:
         def soon(function: Callable[..., None], *args: object) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from lightning_ray.records import Json
 from lightning_ray.rollouts.pods import entry
 
+AGENT, GRADER = "agent", "grader"  # what a Job is for
 RUN_LABEL, ROLE_LABEL = "lightning-ray/run", "lightning-ray/role"
 ROOM_ANNOTATION = "lightning-ray/room"
 _MANAGED = {"app.kubernetes.io/managed-by": "lightning-ray"}
@@ -30,7 +31,33 @@ _USER = 65534
 _TTL_S = 3600
 _NOT_PLAIN = re.compile(r"[^a-z0-9]+")
 _NAME_CHARS = 40  # of the attempt's id in a Job's name, which may have 63 and gets a suffix
+VOLUME = "lightning-ray"
 VENV_LINK = f"{entry.ROOT}/site-packages"
+
+
+# The command of the container: fetches `entry.py` with the order. `request` is used by that too; it
+# is patient, since the gateway may be starting again, and a new pod's first look-ups can fail.
+BOOTSTRAP = """
+import http.client, json, os, time, urllib.request
+url, key, pod = (os.environ.pop("LIGHTNING_RAY_" + name) for name in ("URL", "KEY", "POD"))
+def request(name, body=None):
+    headers = {"Authorization": "Bearer " + key, "X-Lightning-Ray-Pod": pod}
+    method = "GET" if body is None else "PUT"
+    call = urllib.request.Request(url + "/files/" + name, body, headers, method=method)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for turn in range(60):
+        try:
+            return opener.open(call, timeout=120).read()
+        except (OSError, http.client.HTTPException) as error:
+            status = getattr(error, "code", 503)
+            if (status < 500 and status not in (408, 429)) or turn == 59:
+                raise SystemExit("gateway %s, %s: %s" % (url, name, error))
+            time.sleep(min(1 + turn, 10))
+order = json.loads(request("order"))
+space = {"__name__": "entry"}
+exec(compile(order.pop("entry"), "entry.py", "exec"), space)
+space["main"](order, request, key)
+"""
 
 
 @dataclass(frozen=True)
@@ -103,6 +130,8 @@ def build(template: Json, room: Room, frame: Frame) -> Json:
 
 def _fill_pod(pod: Json, frame: Frame) -> None:
     pod["restartPolicy"] = "Never"
+    # Else the agent could signal, or read, what keeps it.
+    pod["shareProcessNamespace"] = pod["hostPID"] = False
     pod.setdefault("automountServiceAccountToken", False)
     pod.setdefault("enableServiceLinks", False)
     _default(
@@ -115,14 +144,15 @@ def _fill_pod(pod: Json, frame: Frame) -> None:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
     )
-    volume = {"name": "lightning", "emptyDir": {"sizeLimit": f"{frame.disk_mib}Mi"}}
+    volume = {"name": VOLUME, "emptyDir": {"sizeLimit": f"{frame.disk_mib}Mi"}}
     pod["volumes"] = [*pod.get("volumes", []), volume]
 
 
 def _fill_container(container: Json, name: str, room: Room, frame: Frame) -> None:
-    container["command"] = ["python3", "-I", "-c", entry.BOOTSTRAP]
+    container["command"] = ["python3", "-I", "-c", BOOTSTRAP]
     container.pop("args", None)
-    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    container["terminationMessagePath"] = entry.TERMINATION_LOG
+    container["terminationMessagePolicy"] = "FallbackToLogsOnError"
     container["env"] = [
         *container.get("env", []),
         {"name": "LIGHTNING_RAY_URL", "value": room.url},
@@ -135,11 +165,11 @@ def _fill_container(container: Json, name: str, room: Room, frame: Frame) -> Non
             "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}},
         },
     ]
-    container["volumeMounts"] = [
-        *container.get("volumeMounts", []),
-        {"name": "lightning", "mountPath": entry.ROOT},
-        {"name": "lightning", "mountPath": "/tmp", "subPath": "tmp"},
-    ]
+    mounts = container.get("volumeMounts", [])
+    ours = [{"name": VOLUME, "mountPath": entry.ROOT}]
+    if not any(mount.get("mountPath") == "/tmp" for mount in mounts):
+        ours.append({"name": VOLUME, "mountPath": "/tmp", "subPath": "tmp"})
+    container["volumeMounts"] = [*mounts, *ours]
     _default(
         container.setdefault("securityContext", {}),
         {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lightning_ray.records import Json, Outcome
 
-# Names of `BOOTSTRAP`'s report (`entry.py`), as in `supervisor.EndedBy`.
+# Names in the termination message of `entry.py`, as in `supervisor.EndedBy`.
 _ENDED_BY = {
     "time": Outcome.TIMEOUT,
     "memory": Outcome.OUT_OF_MEMORY,
@@ -83,16 +83,20 @@ def standing(job: Json | None, pods: Sequence[Json], patience: Patience) -> Stan
         return _ended(Outcome.NODE_LOST, "its pod was lost, and Kubernetes made another one")
     failed = _condition(job, "Failed")
     if failed and failed.get("reason") == "DeadlineExceeded":
-        if pod is not None and _containers(pod):
-            return _ended(Outcome.TIMEOUT, "ran past the deadline of its Job")
+        # A harness has a time limit of its own, which is shorter: what took so long was not it.
+        if pod is not None and any("waiting" not in c.get("state", {}) for c in _containers(pod)):
+            return _ended(Outcome.NODE_LOST, "its pod ran past the deadline of its Job")
         return _ended(Outcome.LAUNCH_FAULT, "its pod had not started by the deadline of its Job")
+    if failed and pod is not None:
+        # The pod's own words are on their way.
+        return Standing(waits="its Job failed", patience_s=patience.settle_s)
     if failed:
         reason = f"{failed.get('reason')}: {failed.get('message')}"
         return _ended(Outcome.NODE_LOST, f"its Job failed, {reason}")
     if _condition(job, "Complete"):
         return _ended(Outcome.COMPLETED, "its Job is complete")
     if pod is None:
-        waits = "its Job has no pod yet"
+        waits = "its Job has no pod yet (a quota, or a rule for pods? see kubectl describe job)"
         return Standing(waits=waits, patience_s=patience.start_s)
     return _standing_of_pod(pod, patience)
 
@@ -134,13 +138,18 @@ def _end_of_pod(pod: Json) -> End | None:
         return End(Outcome.NODE_LOST, said)
     if target := _condition(pod, "DisruptionTarget"):
         return End(Outcome.NODE_LOST, f"{target.get('reason')}: {target.get('message')}")
+    # The harness's container is the first of the template; others may run on, or end otherwise.
+    name = (pod.get("spec", {}).get("containers") or [{}])[0].get("name")
+    for container in status.get("containerStatuses") or []:
+        ended = container.get("state", {}).get("terminated")
+        if ended and name in (None, container.get("name")):
+            return _end_of_container(ended)
     if status.get("phase") not in ("Succeeded", "Failed"):
         return None
-    ended = [c["state"]["terminated"] for c in _containers(pod) if c["state"].get("terminated")]
-    if not ended:
-        return End(Outcome.NODE_LOST, "its pod failed before a container of it ran")
-    # Of several containers, the one that went wrong; the harness's is the first of the template.
-    return _end_of_container(next((c for c in ended if c.get("exitCode")), ended[0]))
+    for container in status.get("initContainerStatuses") or []:
+        if (container.get("state", {}).get("terminated") or {}).get("exitCode"):
+            return End(Outcome.LAUNCH_FAULT, f"its init container {container.get('name')} failed")
+    return End(Outcome.NODE_LOST, "its pod failed before its container ran")
 
 
 def _end_of_container(ended: Json) -> End:

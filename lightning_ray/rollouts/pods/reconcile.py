@@ -25,6 +25,7 @@ Kind = Literal["jobs", "pods"]
 JOB_LABEL = "job-name"  # of every pod that belongs to a Job; old and new servers set it
 _AGAIN_S = 1.0  # a refused creation is tried again after so long, then twice as long, ...
 _MOST_AGAIN_S = 30.0  # ... and so long at most
+_MOMENT_S = 5.0  # what takes no longer is not worth a line
 
 
 class Phase(StrEnum):
@@ -63,6 +64,7 @@ class _Wish:
     phase: Phase
     since: float  # when the phase began, or what it waits for changed
     waits: str = ""
+    patience_s: float | None = None
     holds: bool = False  # counts as open: its Job is there, or may be
     tries: int = 0
     not_before: float = 0.0
@@ -95,12 +97,15 @@ class Reconciler:
 
     # -- what is wished -------------------------------------------------------------------------
 
-    def want(self, name: str, now: float, *, there: bool = False) -> None:
-        """Wishes a Job; one that is `there` already is taken over, not created."""
+    def want(self, name: str, now: float, *, there: bool = False, urgent: bool = False) -> None:
+        """Wishes a Job; one that is `there` already is taken over, not created; one that is
+        `urgent` is created before those that wait."""
         self._wishes[name] = _Wish(Phase.THERE if there else Phase.WISHED, now, holds=there)
         if there:
             self._open += 1
             self._changed.add(name)
+        elif urgent:
+            self._waiting = {name: None, **self._waiting}
         else:
             self._waiting[name] = None
 
@@ -171,7 +176,8 @@ class Reconciler:
         wish = self._wishes.get(name)
         if wish is None or wish.phase is not Phase.CREATING:
             return
-        wish.waits, wish.since = problem, now
+        wish.since = wish.since if wish.waits else now
+        wish.waits = problem
         if for_good:
             self._leave(wish)
             wish.phase = Phase.ENDED
@@ -209,12 +215,14 @@ class Reconciler:
         return self._standing(name, wish, seen, now) if wish.phase is Phase.THERE else []
 
     def _standing(self, name: str, wish: _Wish, seen: _Seen | None, now: float) -> list[Action]:
-        if seen is None and self._synced != {"jobs", "pods"}:
+        if self._synced != {"jobs", "pods"}:
             return []
         pods = list(seen.pods.values()) if seen else []
         how = standing(seen.job if seen else None, pods, self._patience)
-        if how.waits != wish.waits:
-            wish.waits, wish.since = how.waits, now
+        # The words change all the time; what it waits for changes with the patience for it.
+        if how.patience_s != wish.patience_s:
+            wish.patience_s, wish.since = how.patience_s, now
+        wish.waits = how.waits
         end = how.end
         if end is None and how.patience_s is not None and now > wish.since + how.patience_s:
             end = End(Outcome.LAUNCH_FAULT, f"{how.waits} (for {how.patience_s:g} s)")
@@ -249,19 +257,24 @@ class Reconciler:
         self._open -= wish.holds
         wish.holds = False
 
-    @property
-    def trouble(self) -> str:
-        """What Jobs wait for that are not running, the most frequent first; empty if nothing."""
+    def trouble(self, now: float) -> str:
+        """What Jobs have waited for, for longer than a moment, the most frequent first; empty if
+        nothing."""
         waits = Counter(
-            wish.waits for wish in self._wishes.values() if wish.waits and wish.waits[0].isupper()
+            wish.waits
+            for wish in self._wishes.values()
+            if wish.waits and now > wish.since + _MOMENT_S
         )
         return "; ".join(f"{count} x {what[:200]}" for what, count in waits.most_common(2))
 
-    def pod_of(self, name: str) -> str | None:
-        """The name of the Job's pod, if it is there."""
+    def pod_of(self, name: str) -> tuple[str, str] | None:
+        """The names of the Job's pod and of its first container, if it is there."""
         pods = self._seen[name].pods.values() if name in self._seen else ()
-        there = (p["metadata"] for p in pods if p["metadata"].get("deletionTimestamp") != "gone")
-        return next((metadata["name"] for metadata in there), None)
+        there = (pod for pod in pods if pod["metadata"].get("deletionTimestamp") != "gone")
+        for pod in there:
+            containers = pod.get("spec", {}).get("containers") or [{}]
+            return pod["metadata"]["name"], containers[0].get("name", "")
+        return None
 
     def runs(self, name: str) -> bool:
         """True if a pod of the Job may still run."""
@@ -274,8 +287,10 @@ class Reconciler:
 
     @property
     def left(self) -> int:
-        """How many Jobs are there, those that are being deleted included."""
-        return sum(seen.job is not None for seen in self._seen.values())
+        """How many Jobs are there that shall not stay, those that are being deleted included."""
+        return sum(
+            seen.job is not None and name not in self._kept for name, seen in self._seen.items()
+        )
 
     @property
     def present(self) -> list[Json]:

@@ -11,6 +11,7 @@ below the workspace, never through a link; a link is made as it is and nobody he
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import os
@@ -29,7 +30,7 @@ from lightning_ray.rollouts.local import FamilyError, call_family
 from lightning_ray.rollouts.pods import entry, manifest
 
 WORKSPACE = "workspace"  # of a room's files
-_MOST_MEMBERS = 20_000  # of what a pod sends back
+_MOST_MEMBERS = entry.MOST_CHANGED + 1  # of what a pod sends back
 _KEY_STANDS_FOR = "\x00LIGHTNING_RAY_KEY\x00"  # no recipe can hold a NUL
 _PACKAGE_FILES = f"{entry.ROOT}/recipe"
 
@@ -58,12 +59,20 @@ def pack(task: Task, prepare: str | None) -> bytes:
         return _tar(Path(folder))
 
 
-def outcome_of(task: Task, workspace: bytes | None, result: bytes, collect: str) -> Json | None:
-    """What the task family reads from a workspace that a pod has changed.
+def harness_key(room_key: str) -> str:
+    """The key for model calls of the attempt whose room `room_key` opens. The harness has only
+    this one, and cannot find the other: so it sends back nothing in our name."""
+    return hashlib.sha256(b"harness:" + room_key.encode()).hexdigest()
+
+
+def outcome_of(
+    task: Task, workspace: bytes | None, result: bytes, collect: str
+) -> tuple[Json | None, str]:
+    """What the task family reads from a workspace that a pod has changed; or, if the changes cannot
+    be read, why.
 
     Raises:
         FamilyError: the family failed.
-        ValueError: the pod sent something else than changes.
     """
     with tempfile.TemporaryDirectory(prefix="lr-result-") as folder:
         root = Path(folder) / "workspace"
@@ -71,10 +80,13 @@ def outcome_of(task: Task, workspace: bytes | None, result: bytes, collect: str)
         if workspace:
             with tarfile.open(fileobj=io.BytesIO(workspace)) as tar:
                 tar.extractall(root, filter="tar")
-        apply_changes(root, result)
+        try:
+            apply_changes(root, result)
+        except ValueError as error:
+            return None, str(error)
         found = call_family("task.collect", collect, task, root)
         json.dumps(found)  # it goes to the grader as JSON
-        return found
+        return found, ""
 
 
 def apply_changes(root: Path, result: bytes) -> None:
@@ -84,7 +96,8 @@ def apply_changes(root: Path, result: bytes) -> None:
         ValueError: these are no changes, or too many.
     """
     try:
-        with tarfile.open(fileobj=io.BytesIO(result)) as tar:
+        # Not compressed: what is inside is no larger than what was sent.
+        with tarfile.open(fileobj=io.BytesIO(result), mode="r:") as tar:
             members = tar.getmembers()
             if len(members) > _MOST_MEMBERS or any(m.issparse() for m in members):
                 raise ValueError("too many files, or sparse ones")
@@ -205,9 +218,8 @@ def room_files(order: RoomOrder) -> dict[str, bytes]:
     """The files of a room for hidden tests."""
     with tempfile.TemporaryDirectory(prefix="lr-room-") as folder:
         for path, text in order.files.items():
-            target = Path(folder) / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(text.encode())
+            if target := _place(Path(folder), path, make=True):
+                target.write_bytes(text.encode())
         tree = _tar(Path(folder))
     told = _order(
         "room",

@@ -129,15 +129,16 @@ class JobTemplate:
 
     def _render(self, value: Any, known: Mapping[str, Any], path: _Path, task_id: str) -> Any:
         if isinstance(value, dict):
-            return {k: self._render(v, known, (*path, k), task_id) for k, v in value.items()}
+            filled = {k: v for k, v in value.items() if v is not None}
+            return {k: self._render(v, known, (*path, k), task_id) for k, v in filled.items()}
         if isinstance(value, list):
             return [self._render(v, known, (*path, i), task_id) for i, v in enumerate(value)]
         if not isinstance(value, str):
             return value
         try:
             text = self._jinja.from_string(value).render(known)
-        except TemplateError as error:
-            raise self.fault(path, f"{error.message} (task {task_id}); in {value!r}") from error
+        except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            raise self.fault(path, f"{error} (task {task_id}); in {value!r}") from error
         if text == "None" or (value and not text):
             raise self.fault(path, f"{value} has no value (task {task_id})")
         return text

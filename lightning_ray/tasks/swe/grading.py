@@ -112,7 +112,7 @@ def judge(
     Raises:
         GradingError: the tests did not start.
     """
-    if order is None or report is None:
+    if order is None or report is None or report.overran:
         return _reward(task, result or {}, episode, TestRun(Verdict.FAILED))
     lines = [*report.said.encode().split(b"\n"), b"", b""]
     if lines[0] != b"ready":
