@@ -6,9 +6,9 @@ image, where `manifest.BOOTSTRAP` executes it. An order of the kind `harness` fi
 runs the harness and sends back what it changed there; one of the kind `room` runs a command on a
 clean tree and sends back what that reported, and how it ended.
 
-Invariants: the room's key is in the memory of this process only, which others in the pod can neither
-read (it is not dumpable) nor signal (it is the first process); a harness gets one that is derived
-from it; when something is sent back, nothing else in the pod runs any more; nothing is sent that
+Invariants: the room's key is in the memory of this process only, which others in the pod can
+neither read (it is not dumpable) nor signal (it is the first process); a harness gets one that is
+derived from it; when something is sent back, nothing else in the pod runs any more; nothing is sent that
 passes its size limit.
 """
 
