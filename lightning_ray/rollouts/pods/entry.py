@@ -8,8 +8,8 @@ clean tree and sends back what that reported, and how it ended.
 
 Invariants: the room's key is in the memory of this process only, which others in the pod can
 neither read (it is not dumpable) nor signal (it is the first process); a harness gets one that is
-derived from it; when something is sent back, nothing else in the pod runs any more; nothing is sent that
-passes its size limit.
+derived from it; when something is sent back, nothing else in the pod runs any more; nothing is sent
+that passes its size limit.
 """
 
 from __future__ import annotations
