@@ -8,6 +8,7 @@ and the same ones.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -173,7 +174,9 @@ def test_no_body_breaks_the_operators_and_graders_routes(gateway, operator_clien
 
 
 def test_no_request_made_from_the_openapi_document_fails(gateway, operator_client):
-    ids = {"attempt_id": "known-a0", "rollout_id": "known"}
+    ids = {"attempt_id": "known-a0", "rollout_id": "known", "room": "known-a0", "name": "order"}
+    opened = hashlib.sha256(b"secret").hexdigest()
+    ray.get(gateway.store.open_room.remote("known-a0", opened, {"order": b"{}"}))
     harness, operators = {"x-api-key": "secret"}, dict(operator_client.headers)
 
     def check(operation):

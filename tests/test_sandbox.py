@@ -525,13 +525,16 @@ except OSError as error:
 """
     ended = attempt(tmp_path, script)
     assert ended.outcome is Outcome.COMPLETED, ended
+    assert ended.result is not None
     assert ended.result == {
         "files": {"a.py": "a = 2\n"},
         "refused": [
             {"path": "folder", "reason": "not a regular file"},
             {"path": "leak.txt", "reason": "not a regular file"},
         ],
+        "patch": ended.result["patch"],
     }
+    assert "secret" not in ended.result["patch"]
     log_dir = tmp_path / "run" / "rollouts" / "a"
     assert {path.name for path in log_dir.iterdir()} == {"harness.log", "kept"}
     # Without a sandbox the workspace itself can become a link, and `collect` then reads its target.

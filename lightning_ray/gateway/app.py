@@ -59,6 +59,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Refused: an error in the shape of the route's protocol."},
     503: {"description": "An update, or something is starting again: see `Retry-After`."},
 }
+_BYTES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}}}
 
 
 app = FastAPI(title="lightning_ray gateway", docs_url=None, redoc_url=None, responses=_REFUSALS)
@@ -181,12 +182,12 @@ class GatewayDeployment:
 
     # -- files for and from pods ----------------------------------------------------------------
 
-    @app.get("/rollout/{room}/files/{name}")
+    @app.get("/rollout/{room}/files/{name}", response_class=Response, responses=_BYTES)
     async def take_file(self, room: str, name: str, request: Request) -> Response:
         content = await self._files.take(room, name, request.headers)
         return Response(content, media_type="application/octet-stream")
 
-    @app.put("/rollout/{room}/files/result")
+    @app.put("/rollout/{room}/files/result", status_code=204, response_class=Response)
     async def bring_result(self, room: str, request: Request) -> Response:
         await self._files.bring(room, request.headers, partial(self._body, request))
         return Response(status_code=204)

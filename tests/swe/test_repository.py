@@ -152,7 +152,11 @@ def test_the_agent_gets_one_commit_without_the_tests_that_tell(tmp_path, record)
         commits.add(log.stdout)
         status = subprocess.run([*run, "status", "--short"], capture_output=True, text=True)
         assert status.stdout == ""
-        assert family.collect(task_of(record), folder) == {"files": {}, "refused": []}
+        assert family.collect(task_of(record), folder) == {
+            "files": {},
+            "refused": [],
+            "patch": "",
+        }
     assert len(commits) == 1 and len(commits.pop().split()) == 1
     for test in record.fail_to_pass:
         path, _, name = twins.function_of(test).partition("::")
