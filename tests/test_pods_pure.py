@@ -304,6 +304,17 @@ def test_patience_ends_however_often_the_words_change() -> None:
     assert isinstance(found[0], Finish)
 
 
+def test_no_more_jobs_a_second_than_asked_for_be_it_less_than_one() -> None:
+    for per_second, seconds, made in ((0.5, 10, 5), (3.0, 10, 30)):
+        reconciler = Reconciler(PATIENCE, 1000, per_second)
+        reconciler.listed("jobs", [], 0.0)
+        reconciler.listed("pods", [], 0.0)
+        for number in range(100):
+            reconciler.want(f"j{number}", 0.0)
+        found = [len(reconciler.actions(tick / 4)) for tick in range(1, 4 * seconds + 1)]
+        assert made <= sum(found) <= made + per_second + 1
+
+
 def test_who_grades_is_not_kept_waiting_by_those_that_have_not_begun() -> None:
     reconciler = Reconciler(PATIENCE, 1, 100)
     reconciler.listed("jobs", [], 1.0)

@@ -236,7 +236,9 @@ class Reconciler:
 
     def _creations(self, now: float) -> list[Action]:
         passed = now - self._refilled
-        self._tokens = min(self._per_second, self._tokens + passed * self._per_second)
+        # Less than one a second still saves up for one.
+        most = max(1.0, self._per_second)
+        self._tokens = min(most, self._tokens + passed * self._per_second)
         self._refilled = now
         found: list[Action] = []
         for name in list(self._waiting):
