@@ -131,7 +131,8 @@ def judge(
 
 RECIPE = {
     "name": "shell",
-    "command": [sys.executable, "harness.py", "{task}"],
+    # The real one: a virtual environment below /tmp would be hidden by the pod's own.
+    "command": [os.path.realpath(sys.executable), "harness.py", "{task}"],
     "env": {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}"},
 }
 
