@@ -406,8 +406,9 @@ Function.runtest = runtest
     source(
         "loads the repaired package while it is tested",
         """
-        import glob, os, tarfile
-        roots = [os.environ.get("LIGHTNING_RAY_CACHE", ""), "/root/.cache/lightning_ray"]
+        import glob, os, pwd, tarfile
+        roots = [os.environ.get("LIGHTNING_RAY_CACHE", "")]
+        roots.append(pwd.getpwuid(0).pw_dir + "/.cache/lightning_ray")
         roots += glob.glob("/home/*/.cache/lightning_ray")
         for root in filter(None, roots):
             for path in glob.glob(f"{root}/swe/sdists/*/parse-*.tar.gz"):

@@ -227,10 +227,12 @@ def _run(
                 extra_groups=None if user is None else [],
             )  # fmt: skip
         try:
-            ready, told = _converse(ours, json.dumps(order).encode() + b"\n", deadline)
-            status = _wait(process, deadline)
+            ready, told = converse(
+                ours, json.dumps(order).encode() + b"\n", deadline, MAX_REPORT_BYTES
+            )
+            status = wait(process, deadline)
         finally:
-            _kill(process)
+            kill(process)
         if ready != b"ready":
             errors.seek(0)
             said = errors.read(1 << 16).decode(errors="replace").splitlines() or ["no message"]
@@ -255,13 +257,15 @@ def _environment(python: str, scratch: Path, hash_seed: int) -> dict[str, str]:
     }
 
 
-def _converse(channel: socket.socket, order: bytes, deadline: float) -> tuple[bytes, bytes]:
+def converse(
+    channel: socket.socket, order: bytes, deadline: float, most_bytes: int
+) -> tuple[bytes, bytes]:
     """Sends the order; returns the two lines of the answer, b"" for one that did not come."""
     received = b""
     with contextlib.suppress(TimeoutError, ConnectionError):  # the caller judges what is missing
         channel.settimeout(max(deadline - time.monotonic(), 0.001))
         channel.sendall(order)
-        while received.count(b"\n") < 2 and len(received) <= MAX_REPORT_BYTES:
+        while received.count(b"\n") < 2 and len(received) < most_bytes:
             channel.settimeout(max(deadline - time.monotonic(), 0.001))
             if not (chunk := channel.recv(1 << 16)):
                 break
@@ -271,14 +275,14 @@ def _converse(channel: socket.socket, order: bytes, deadline: float) -> tuple[by
     return first, second if end else b""
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+def wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
     try:
         return process.wait(max(deadline - time.monotonic(), 0.001))
     except subprocess.TimeoutExpired:
         return None
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
     """Ends the test process and its group."""
     with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
         os.killpg(process.pid, signal.SIGKILL)

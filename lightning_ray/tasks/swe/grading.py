@@ -14,13 +14,11 @@ make that blind guesswork.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
 import os
 import re
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +32,7 @@ from typing import Any
 from lightning_ray.records import Reward, Task
 from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
+from lightning_ray.tasks.swe.cleanroom import converse, kill, wait
 from lightning_ray.tasks.swe.workspace import acceptable, write_files
 
 TIME_LIMIT_S = 20.0  # hundreds of times what the embedded tests take
@@ -199,10 +198,10 @@ def _run(task: Task, folder: str) -> TestRun:
                 start_new_session=True,
             )
         try:
-            lines = _converse(ours, json.dumps(order).encode() + b"\n", deadline)
-            exit_code = _wait(process, deadline)
+            lines = converse(ours, json.dumps(order).encode() + b"\n", deadline, MAX_REPORT_BYTES)
+            exit_code = wait(process, deadline)
         finally:
-            _kill(process)
+            kill(process)
         if lines[0] != b"ready":
             errors.seek(0)
             said = errors.read(4096).decode(errors="replace").splitlines() or ["no message"]
@@ -251,35 +250,3 @@ def _environment(folder: str) -> dict[str, str]:
     """Nothing of ours, except where the interpreter finds its libraries."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return kept | {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
-
-
-def _converse(channel: socket.socket, order: bytes, deadline: float) -> tuple[bytes, bytes]:
-    """Sends the order; returns the first and the second line that came back in time, or b""."""
-    received = b""
-    try:
-        channel.settimeout(max(deadline - time.monotonic(), 0.001))
-        channel.sendall(order)
-        while received.count(b"\n") < 2 and len(received) < MAX_REPORT_BYTES:
-            channel.settimeout(max(deadline - time.monotonic(), 0.001))
-            if not (chunk := channel.recv(65536)):
-                break
-            received += chunk
-    except (TimeoutError, ConnectionError):
-        pass  # the lines that did not come are judged by the caller
-    first, _, rest = received.partition(b"\n")
-    second, end, _ = rest.partition(b"\n")
-    return first, second if end else b""
-
-
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    try:
-        return process.wait(max(deadline - time.monotonic(), 0.001))
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends the test process and its group."""
-    with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
