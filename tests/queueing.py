@@ -50,8 +50,9 @@ def watched() -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
-        seen = None
-        while not over.wait(0.2):
+        seen, last = None, False
+        while not last:
+            last = over.wait(0.2)  # and once more after the end, which nobody would see otherwise
             if (now := nodes()) != seen:
                 say(at=round(time.monotonic() - started, 1), nodes=dict(now))
                 seen = now
