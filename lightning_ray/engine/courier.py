@@ -1,10 +1,9 @@
 """Calls of an engine actor, carried in groups.
 
-A Ray call costs its caller a millisecond of CPU on a slow core, more than planning the sampling
-that it asks for. So what a gateway replica wants from an engine goes in *exchanges*: one carries
-the calls that came since the last one there, and brings the generations that ended meanwhile back.
-The engine holds an exchange until something ends or the next one comes, so a single call is one Ray
-call, and many together are few.
+What a gateway replica wants from an engine goes in *exchanges*: one carries the calls that came
+since the last one there, and brings the generations that ended meanwhile back. The engine holds an
+exchange until something ends or the next one comes, so a single call is one message, and many
+together are few.
 
 `Courier` is the replica's end, `Exchange` the engine's; `Box` is what the engine keeps for one
 courier. Invariants: each call gets its own result or error; a call that is cancelled stops in the
@@ -19,7 +18,6 @@ import asyncio
 import contextvars
 import logging
 import pickle
-import traceback
 import uuid
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -27,7 +25,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import ray
+from ray.exceptions import RayActorError
+
+from lightning_ray.line import Line, LineEnd, LineLost, portable
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Box:
         del self.running[number]
         if not task.cancelled():
             error = task.exception()
-            self.ended.append((number, _portable(error) if error else task.result()))
+            self.ended.append((number, portable(error) if error else task.result()))
         self._release()
 
     def _release(self) -> None:
@@ -90,8 +90,10 @@ class Box:
             self.ended.clear()
 
 
-class Exchange:
+class Exchange(LineEnd):
     """Gives an actor with `generate(prompt, **sampling)` the engine's end."""
+
+    LINE = "exchange"
 
     @cached_property
     def _boxes(self) -> dict[str, Box]:
@@ -117,7 +119,7 @@ class Courier:
     """Calls `engine`, the handle of an actor that is an `Exchange`."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._name, self._life = engine, uuid.uuid4().hex, ""
+        self._line, self._name, self._life = Line(engine, "exchange"), uuid.uuid4().hex, ""
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._starts: list[tuple[int, np.ndarray, dict[str, Any]]] = []
         self._stops: list[int] = []
@@ -164,8 +166,8 @@ class Courier:
     async def _exchange(self, parcel: Any, before: int, sent: int) -> None:
         try:
             packed = pickle.dumps(parcel, 5)
-            life, ended = pickle.loads(await self._engine.exchange.remote(self._name, packed))
-        except ray.exceptions.RayActorError as error:
+            life, ended = pickle.loads(await self._line.send(self._name, packed))
+        except (RayActorError, LineLost) as error:
             self._life = ""
             self._lose(sent, str(error))
             return
@@ -195,14 +197,3 @@ class Courier:
             self._lose(self._sent, str(error))
         if self._starts or self._stops or (self._waiting and not self._exchanges):
             self._schedule()
-
-
-def _portable(error: BaseException) -> BaseException:
-    """The error, with where it came from, as something that can be pickled."""
-    trace = "".join(traceback.format_exception(error))
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        error = (ValueError if isinstance(error, ValueError) else RuntimeError)(str(error))
-    error.add_note(trace)
-    return error

@@ -35,6 +35,7 @@ from lightning_ray.gateway.errors import ApiError
 from lightning_ray.gateway.inflight import Answers, InFlight, answer_of, replay
 from lightning_ray.gateway.planning import Memory, Plan, Planner
 from lightning_ray.gateway.render import Renderer
+from lightning_ray.line import Line
 from lightning_ray.records import Call
 from lightning_ray.store.actor import MOST_CALLS_PER_COMMIT, Asked
 from lightning_ray.store.attempts import AttemptInfo
@@ -67,7 +68,7 @@ class Service:
 
     def __init__(self, config: RunConfig, renderer: Renderer, pool: EnginePool, store: Any) -> None:
         self._config, self._renderer, self._pool, self._store = config, renderer, pool, store
-        self._planner = Planner(config, renderer)
+        self._planner, self._line = Planner(config, renderer), Line(store, "packed", again=True)
         self._open_call: Grouped[Asked, tuple[Opening | None, list[Call]]] = Grouped(
             partial(self._packed, "open_calls"), MOST_CALLS_PER_COMMIT
         )
@@ -358,7 +359,7 @@ class Service:
     # -- housekeeping ---------------------------------------------------------------------------
 
     async def _packed(self, method: str, items: list[Any]) -> Any:
-        return pickle.loads(await self._store.packed.remote(method, pickle.dumps(items, 5)))
+        return pickle.loads(await self._line.send(method, pickle.dumps(items, 5)))
 
     def _tell(self, message: Any) -> None:
         """Sends a message to the store without waiting for it."""

@@ -27,6 +27,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from lightning_ray.line import LineEnd
 from lightning_ray.records import Call, FinishedRollout, Json, Outcome, Reward, RolloutSpec
 from lightning_ray.store.attempts import AttemptInfo, AttemptSummary, Known
 from lightning_ray.store.claims import Claims, Opening, Verdict
@@ -71,9 +72,11 @@ class Asked:
     samples: int = 1
 
 
-class StoreActor:
+class StoreActor(LineEnd):
     """Async face of the `RolloutStore` in `directory`; see there for what each method does. All
     raise StoreLocked or CorruptSegment if it cannot be opened, and OSError if the disk fails."""
+
+    LINE = "packed"
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
@@ -94,8 +97,7 @@ class StoreActor:
     # -- the gateway's side ---------------------------------------------------------------------
 
     async def packed(self, method: str, argument: bytes) -> bytes:
-        """Another method's result for one argument, both as pickles: Ray pickles each object apart,
-        with hooks in Python, which takes longer than all else that a replica's messages need."""
+        """Another method's result for one argument, both as pickles: what a `Line` carries."""
         return pickle.dumps(await getattr(self, method)(pickle.loads(argument)), 5)
 
     async def open_calls(
