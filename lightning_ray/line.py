@@ -15,6 +15,7 @@ import asyncio
 import hmac
 import pickle
 import secrets
+import socket
 import struct
 import sys
 import traceback
@@ -102,10 +103,13 @@ class Line:
         if line is None:  # it stays on its node when it is started again
             self._open = self._client = None
             return None
+        connection = socket.socket(socket.AF_UNIX)
         try:
-            _, client = await asyncio.get_running_loop().create_unix_connection(_Client, line[0])
+            connection.connect(line[0])  # at once; uvloop knows no abstract addresses
         except OSError as error:
             raise LineLost(f"the actor ended as it was called: {error}") from error
+        loop = asyncio.get_running_loop()
+        _, client = await loop.create_unix_connection(_Client, sock=connection)
         client.begin(line[1])
         self._client = client
         return client
