@@ -57,9 +57,7 @@ class LineEnd:
             self._line = address, token
             answer = getattr(self, self.LINE)
             loop = asyncio.get_running_loop()
-            self._listening = await loop.create_unix_server(
-                lambda: _Server(answer, token), address
-            )
+            self._listening = await loop.create_unix_server(lambda: _Server(answer, token), address)
         return self._line
 
 

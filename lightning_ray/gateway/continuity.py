@@ -14,6 +14,7 @@ the order of parallel results do not change a message's digest.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from lightning_ray.records import Branch, Call, SideCall, Turn
 
 Message = Mapping[str, Any]
 DIGEST_BYTES = 8
+# Turns whose digest is kept: those of the rollouts that are under way, some tens of megabytes.
+REMEMBERED_TURNS = 8192
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | No
     return head + b"".join(map(digest, messages))
 
 
+@functools.lru_cache(REMEMBERED_TURNS)
 def turn_digest(turn: Turn) -> bytes:
     """The digest of the assistant message that means `turn`."""
     calls = [
