@@ -34,6 +34,7 @@ REFUSED = {
     "a list": b'["task_id", "statement"]',
     "no statement": b'{"task_id": "b"}',
     "nested without an end": b'{"task_id": "b", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "a launcher that there is not": b'{"task_id": "b", "statement": "s", "launcher": "kuberntes"}',
     "an endless number": b'{"task_id": "b", "statement": "s", "x": ' + b"9" * 10_000 + b"}",
 }
 

@@ -74,7 +74,10 @@ def _read_jsonl(path: Path, key: str) -> list[Task]:
 
 
 def _check(task: Task) -> None:
-    """Raises ValueError for what no file, command line or request can carry."""
+    """Raises ValueError for what no file, command line or request can carry, and for a launcher
+    that there is not."""
+    if (launcher := task.fields.get("launcher", "local")) not in ("local", "kubernetes"):
+        raise ValueError(f"`launcher` is {launcher!r}; it can be `local` or `kubernetes`")
     if "\0" in task.task_id + task.statement:
         raise ValueError("a NUL in `task_id` or `statement`")
     json.dumps(
