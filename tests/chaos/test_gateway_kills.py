@@ -177,7 +177,9 @@ def test_every_answer_is_there_once_however_often_the_gateway_is_killed(
             assert tokenizer.decode(call.tokens.tolist()[:-1]) == call.text
             assert said.arguments in call.text
             assert call.branch is (Branch.CONTINUED if before else Branch.ROOT)
-            assert before is None or call.prompt[: len(before.full)].tolist() == before.full.tolist()
+            assert (
+                before is None or call.prompt[: len(before.full)].tolist() == before.full.tolist()
+            )
             before = call
     retries = [said.retries for told in clients.told.values() for said in told]
     print(f"{len(retries)} answers, {sum(map(bool, retries))} after a retry")
