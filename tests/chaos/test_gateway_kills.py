@@ -11,11 +11,9 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
-import multiprocessing
 import os
 import random
 import socket
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -27,6 +25,7 @@ from typing import Any
 import openai
 import pytest
 from bare_gateway import NEEDS, ask, run_gateway, run_store
+from forking import forking
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion
 from support import TOOLS, make_tokenizer
@@ -126,11 +125,9 @@ def complete(
 
 
 class Processes:
-    """The store's and the gateway's process, forked from one that has imported all they need."""
+    """The store's and the gateway's process."""
 
-    def __init__(self, folder: Path, listener: socket.socket) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(NEEDS)
+    def __init__(self, context: Any, folder: Path, listener: socket.socket) -> None:
         store = folder / "socket"
         self._starts = {
             "store": lambda: context.Process(target=run_store, args=(folder / "store", store)),
@@ -162,12 +159,12 @@ class Processes:
 def test_every_answer_is_there_once_however_often_the_gateway_is_killed(
     tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    context = forking(NEEDS, monkeypatch)
     tokenizer = make_tokenizer(tmp_path / "model")
     chance = random.Random(SEED)
     # Open all the time, as the proxy's port is: who comes while there is no gateway waits for one.
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(CLIENTS) as pool:
-        processes = Processes(tmp_path, listener)
+        processes = Processes(context, tmp_path, listener)
         clients = Clients(listener.getsockname()[1], tmp_path / "socket")
         working = [pool.submit(clients.work) for _ in range(CLIENTS)]
         try:
