@@ -24,7 +24,7 @@ export DO_NOT_TRACK ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export WANDB_SILENT ?= true
 
-.PHONY: help setup train test test-slow test-demand lint format docs docs-harnesses lock audit clean
+.PHONY: help setup train test test-slow test-demand chaos lint format docs docs-harnesses lock audit clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -42,6 +42,12 @@ test-slow: $(FETCHED) ## tests with real engines, trainers and clusters
 
 test-demand: $(FETCHED) ## slow tests that CI leaves out, since others show the same
 	@$(BIN)/python -m pytest -q -m demand $(ARGS)
+
+# 220 of the store, 220 of the gateway, 7 rounds of nine processes of a run.
+chaos: export LIGHTNING_RAY_CHAOS_KILLS ?= 220
+chaos: export LIGHTNING_RAY_CHAOS_ROUNDS ?= 7
+chaos: $(FETCHED) ## 500 kills: store, gateway, all processes of a run (45 minutes; ARGS=...)
+	@$(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import ray
+from runs import process_of
 from support import HELLO, Running
 from test_store import make_call, make_spec
 
 from lightning_ray.client import Client, ClientError
 from lightning_ray.gateway import deploy
 from lightning_ray.records import (
+    Call,
     FinishedRollout,
     Outcome,
     Reward,
@@ -191,12 +195,24 @@ def test_what_operators_asked_for_waits_for_the_runs_next_life(tmp_path: Path):
 # -- the gateway ---------------------------------------------------------------------------------
 
 HARNESS = f"""
-import json, os, sys, time, urllib.request
+import json, os, signal, sys, time, urllib.error, urllib.request
 request = urllib.request.Request(
     sys.argv[2] + "/chat/completions",
     json.dumps({{"messages": {HELLO!r}}}).encode(),
     {{"authorization": "Bearer " + os.environ["KEY"], "content-type": "application/json"}},
 )
+if sys.argv[1] == "stubborn":
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if os.fork() == 0:
+        os.setsid()
+        request.data = request.data.replace(b"hi", b"the child")
+    while True:
+        try:
+            urllib.request.urlopen(request).read()
+        except urllib.error.HTTPError:
+            pass
+        time.sleep(0.05)
 for _ in range(3):
     urllib.request.urlopen(request).read()
 time.sleep(60 if sys.argv[1] == "sleep" else 0)
@@ -433,21 +449,52 @@ def test_a_rollout_asked_for_again_under_its_id_is_the_same_rollout(running, cli
         client.create("t", "s", step=1, rollout_id="of-a-group")
 
 
-def test_a_rollout_outlives_the_controller_that_it_was_asked_of(running, client):
-    def start_again():
-        ray.kill(running.controller)
-        ray.get(running.store.end_orphans.remote(time.time(), []))
-        running.controller = controller.start(running.config, running.store, running.url)
+def start_again(running):
+    ray.kill(running.controller)
+    ray.get(running.store.end_orphans.remote(time.time(), []))
+    running.controller = controller.start(running.config, running.store, running.url)
 
+
+def test_a_rollout_outlives_the_controller_that_it_was_asked_of(running, client):
     first, second = client.create("t", "sleep"), client.create("t", "do it")
     until(lambda: len(list(client.calls(first))) == 3)
-    start_again()  # as after `kill -9`
+    start_again(running)  # as after `kill -9`
     until(lambda: client.rollout(first).attempts == 2 and len(list(client.calls(first))) == 3)
     ray.get(running.controller.shutdown.remote())  # as when the user stops the run
     assert process.marked(f"{first}-a1") == []
     assert not client.rollout(first).state.final
-    start_again()
+    start_again(running)
     until(lambda: client.rollout(first).attempts == 3)
     client.cancel(first)
     shown = until(lambda: (r := client.rollout(second)).state.final and r)
     assert (shown.state, shown.attempts) == (RolloutState.FINISHED, 1)
+
+
+def test_harnesses_that_outlive_their_controller_are_killed_and_never_doubled(running, client):
+    rollout = client.create("t", "stubborn")
+    first, second = f"{rollout}-a0", f"{rollout}-a1"
+
+    def answered(attempt: str) -> list[Call]:
+        """The answered calls of an attempt, once both of its processes have some."""
+        calls = ray.get(running.store.calls.remote(attempt))
+        return calls if len({call.request for call in calls}) == 2 else []
+
+    def key_of(attempt: str) -> str:
+        return psutil.Process(process.marked(attempt)[-1]).environ()["KEY"]
+
+    until(lambda: answered(first))
+    key = key_of(first)
+    process_of(os.getpid(), "ray::RolloutController").kill()
+    with pytest.raises(ray.exceptions.RayActorError):  # this is how a run notices
+        ray.get(running.controller.status.remote())
+    start_again(running)
+    later = until(lambda: answered(second))
+    until(lambda: not process.marked(first))
+    assert max(c.started_at + c.seconds for c in answered(first)) < later[0].started_at
+    assert key != key_of(second)
+    refused = running.post(first, {"messages": HELLO}, key)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (410, "attempt_over")
+    client.cancel(rollout)
+    assert process.marked(second) == []
+    outcomes = [one.outcome for one in client.rollout(rollout).tries]
+    assert outcomes == [Outcome.NODE_LOST, Outcome.CANCELLED]

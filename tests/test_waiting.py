@@ -10,7 +10,10 @@ import time
 import pytest
 import ray
 
-from lightning_ray.run import waiting
+from lightning_ray.config import load
+from lightning_ray.engine.actor import EngineStartError
+from lightning_ray.report.console import Console
+from lightning_ray.run import command, driver, waiting
 from lightning_ray.run.waiting import ProcessLost, Waiting
 
 
@@ -64,3 +67,23 @@ def test_a_process_that_is_started_again_is_asked_again(cluster):
     os.kill(pid, signal.SIGKILL)
     answers = Waiting(60, print).each([actor, other], "work", 0.1, what="working")
     assert answers == ["done", "done"]
+
+
+def test_an_engine_that_does_not_start_is_a_loss_only_after_another_loss(tmp_path, monkeypatch):
+    """Else it is the configuration, and trying again would be no help."""
+    ends = [ProcessLost("the controller"), EngineStartError("killed as it started"), None]
+
+    class Run:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def execute(self) -> None:
+            if end := ends.pop(0):
+                raise end
+
+    monkeypatch.setattr(driver, "Run", Run)
+    config = load(None, [f"run.dir={tmp_path}", "run.restarts=2"])
+    command._until_done(config, tmp_path, Console("test"))
+    ends = [EngineStartError("no such model"), None]
+    with pytest.raises(EngineStartError, match="no such model"):
+        command._until_done(config, tmp_path, Console("test"))

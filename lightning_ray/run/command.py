@@ -108,6 +108,7 @@ def _train(config: RunConfig, resolve_model: ModelResolver, command: str) -> int
 def _until_done(config: RunConfig, model_dir: Path, console: Console) -> Results:
     """Runs to the end, also where a process of the run is lost: then it goes on from its last
     checkpoint, up to run.restarts times without a new one in between."""
+    from lightning_ray.engine.actor import EngineStartError
     from lightning_ray.run.checkpoint import Checkpoints
     from lightning_ray.run.driver import Run
     from lightning_ray.run.waiting import ProcessLost
@@ -117,13 +118,16 @@ def _until_done(config: RunConfig, model_dir: Path, console: Console) -> Results
     while True:
         try:
             return Run(config, model_dir, console).execute()
-        except (ProcessLost, TrainerKilled) as error:
+        except (ProcessLost, TrainerKilled, EngineStartError) as error:
+            if isinstance(error, EngineStartError) and not lost:
+                raise  # the configuration; after a loss, an engine may have been lost as it started
             latest = Checkpoints(config.run_dir, config.run.keep_checkpoints).latest()
             lost, before = (lost + 1 if latest == before else 1), latest
             if lost > config.run.restarts:
                 raise
+            said = getattr(error, "cause", error)  # Ray's copy is a whole trace
             console.print(
-                f"{error}\ngoing on from the last checkpoint, try {lost} of {config.run.restarts}"
+                f"{said}\ngoing on from the last checkpoint, try {lost} of {config.run.restarts}"
             )
 
 

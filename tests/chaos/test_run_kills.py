@@ -2,6 +2,8 @@
 nothing is trained twice, and the weights are those of the batches on disk.
 
     LIGHTNING_RAY_CHAOS_ROUNDS=10 LIGHTNING_RAY_CHAOS_SEED=1 pytest tests/chaos/test_run_kills.py
+
+A round kills each of `VICTIMS` once, up to four of them within seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -34,13 +36,15 @@ from lightning_ray.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
-ROUNDS = int(os.environ.get("LIGHTNING_RAY_CHAOS_ROUNDS", "1"))
+ROUNDS = int(os.environ.get("LIGHTNING_RAY_CHAOS_ROUNDS", "2"))
 SEED = int(os.environ.get("LIGHTNING_RAY_CHAOS_SEED", "0"))
 VICTIMS = [
     "the driver", "ray::PolicyWorker", "ray::RolloutController", "ray::EngineActor", "VLLM::Engine",
     "ray::StoreActor", "ray::ServeReplica", "gcs_server", "a harness",
 ]  # fmt: skip
-MANY = 1000  # steps: the run goes on until the monkey is done
+MANY = 1000  # steps and restarts: the run goes on until the monkey is done
+# Seconds without Ray's head after which its processes end; Ray's 60 are for a head that comes back.
+HEADLESS_S = 15
 
 
 class Monkey:
@@ -50,14 +54,16 @@ class Monkey:
         self.run_dir, self.log = run_dir, run_dir.parent / "log"
         self.dice = random.Random(SEED)
         self.killed: Counter[str] = Counter()
-        self.run = start(run_dir, self.log, f"run.steps={MANY}")
-        self.starts = 1
+        self.starts = 0
+        self.start(MANY)
 
     def kill(self, victim: str) -> bool:
         """Kills one process of that kind, if there is one now."""
         with contextlib.suppress(LookupError, psutil.NoSuchProcess):
             self._find(victim).kill()
             self.killed[victim] += 1
+            with self.log.open("a") as log:
+                print("the monkey killed", victim, file=log)
             return True
         return False
 
@@ -67,7 +73,22 @@ class Monkey:
             self.start(MANY)
         return "| collect" in self.log.read_text().rpartition("starting | store")[2]
 
+    def steps(self) -> int:
+        """How many are in a checkpoint."""
+        latest = Checkpoints(self.run_dir, keep=2).latest()
+        return latest[1].version.step if latest else 0
+
+    def wait(self, what: Callable[[], object]) -> None:
+        """Until `what` is true; starts the run if it has ended."""
+        deadline = time.monotonic() + PATIENCE
+        while not what():
+            self.works()
+            assert time.monotonic() < deadline, self.log.read_text()[-4000:]
+            time.sleep(self.dice.random())
+
     def _find(self, victim: str) -> psutil.Process:
+        if self.run.poll() is not None:
+            raise LookupError
         if victim == "the driver":
             return psutil.Process(self.run.pid)
         everyone = psutil.Process(self.run.pid).children(recursive=True)
@@ -80,15 +101,13 @@ class Monkey:
         return process_of(self.run.pid, victim)
 
     def start(self, steps: int) -> None:
-        self.run = start(self.run_dir, self.log, f"run.steps={steps}")
+        self.run = start(self.run_dir, self.log, f"run.steps={steps}", f"run.restarts={MANY}")
         self.starts += 1
 
     def finish(self) -> None:
-        """Has the run end after one more step, undisturbed."""
-        self.run.terminate()
+        """Has the run, whose driver is dead, end after one more step, undisturbed."""
         self.run.wait(PATIENCE)
-        latest = Checkpoints(self.run_dir, keep=2).latest()
-        self.start((latest[1].version.step if latest else 0) + 1)
+        self.start(self.steps() + 1)
         assert self.run.wait(PATIENCE) == 0, self.log.read_text()[-4000:]
 
 
@@ -98,26 +117,40 @@ def _first(processes: Iterable[psutil.Process]) -> psutil.Process:
     raise LookupError
 
 
+def blows(dice: random.Random) -> Iterator[list[str]]:
+    """All victims, in groups. The last is what goes with a machine; then the run need not be
+    stopped."""
+    last = ["gcs_server", "the driver"]
+    victims = [victim for _ in range(ROUNDS) for victim in dice.sample(VICTIMS, len(VICTIMS))]
+    for victim in last:
+        victims.remove(victim)
+    while victims:
+        size = dice.randint(1, 4)
+        yield victims[:size]
+        victims = victims[size:]
+    yield last
+
+
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory):
-    monkey = Monkey(tmp_path_factory.mktemp("chaos") / "run")
-    try:
-        for _ in range(ROUNDS):
-            for victim in monkey.dice.sample(VICTIMS, len(VICTIMS)):
-                deadline = time.monotonic() + PATIENCE
-                # Mostly while it works, now and then while it starts.
-                patient = monkey.dice.random() < 0.8
-                while not monkey.works() and patient:
-                    assert time.monotonic() < deadline, monkey.log.read_text()[-4000:]
-                    time.sleep(2)
-                time.sleep(monkey.dice.uniform(3, 20))
-                while not monkey.kill(victim):
-                    monkey.works()
-                    assert time.monotonic() < deadline, monkey.log.read_text()[-4000:]
-                    time.sleep(monkey.dice.uniform(0, 1))
-        monkey.finish()
-    finally:
-        monkey.run.kill()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEADLESS_S))
+        monkey = Monkey(tmp_path_factory.mktemp("chaos") / "run")
+        try:
+            for number, blow in enumerate(list(blows(monkey.dice))):
+                # In turn: after a step, and mostly while it works, now and then while it starts.
+                if number % 2:
+                    before = monkey.steps()
+                    monkey.wait(lambda before=before: monkey.steps() > before)
+                elif monkey.dice.random() < 0.7:
+                    monkey.wait(monkey.works)
+                time.sleep(monkey.dice.uniform(0, 10))
+                for victim in blow:
+                    monkey.wait(lambda victim=victim: monkey.kill(victim))
+                    time.sleep(monkey.dice.uniform(0, 2))
+            monkey.finish()
+        finally:
+            monkey.run.kill()
     print(f"{monkey.killed.total()} kills, started {monkey.starts} times")
     return monkey
 
@@ -125,14 +158,14 @@ def survived(tmp_path_factory):
 def test_every_kind_was_killed_and_the_run_came_to_its_end(survived):
     assert survived.killed == dict.fromkeys(VICTIMS, ROUNDS)
     # Only what takes the driver along needs somebody who starts it again: the driver itself, Ray's
-    # head, and at most once a round more losses without a checkpoint than run.restarts allows.
-    assert survived.starts <= 3 * ROUNDS + 2, survived.log.read_text()[-4000:]
+    # head, and an engine that never started (it could be the configuration).
+    assert survived.starts <= 3 * ROUNDS + 1, survived.log.read_text()[-4000:]
 
 
 def test_each_step_was_trained_once_and_accounts_for_every_token(survived):
     rows = metrics.read(survived.run_dir)
     steps = [row["step"] for row in rows if row["step"]]
-    assert steps == list(range(1, len(steps) + 1)) and steps
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > ROUNDS
     for row in rows:
         fates = [v for k, v in row.items() if k.startswith("ledger/") and k != "ledger/sampled"]
         assert row["ledger/sampled"] == sum(fates)

@@ -7,17 +7,16 @@ LIGHTNING_RAY_CHAOS_KILLS is the number of kills, LIGHTNING_RAY_CHAOS_SEED the s
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import random
 import shutil
-import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forking import forking
 from test_store import make_call, same
 
 from lightning_ray.records import Call, Outcome, Reward, RolloutSpec, Split, Task
@@ -110,13 +109,7 @@ def recorded(directory: Path) -> list[str]:
 def test_what_was_answered_is_there_once_however_often_the_store_is_killed(
     tmp_path: Path, monkeypatch
 ):
-    # Every process is forked from one that has imported all this: it lives for a moment only.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    first = context.Process(target=int)
-    first.start()
-    first.join()
+    context = forking([__name__], monkeypatch)
     chance, directory, answered = random.Random(SEED), tmp_path / "store", -1
     for kill in range(KILLS):
         reader, writer = context.Pipe(duplex=False)
