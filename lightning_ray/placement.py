@@ -72,7 +72,7 @@ def plan(config: RunConfig, device: Device) -> list[dict[str, float]]:
             f"engine.tensor_parallel={engine.tensor_parallel} needs GPUs and the cluster has none; "
             "set it to 1"
         )
-    count = max(config.trainer.ranks, engine.count * engine.tensor_parallel)
+    count = max(config.trainer.ranks, config.engine_workers)
     one = {"CPU": CPU_BUNDLE_CPUS} if device is Device.CPU else {"GPU": 1.0, "CPU": GPU_BUNDLE_CPUS}
     return [dict(one) for _ in range(count)]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +34,7 @@ SETTINGS = [
     f"sampling.temperature={TEMPERATURE}",
     "trainer.lr=1e-2",
     "trainer.micro_batch_tokens=512",
+    "trainer.weight_sync_mib=1",  # so that there are several buckets
     "gateway.port=0",
 ]
 
@@ -61,9 +63,12 @@ def pair(tmp_path_factory):
     ray.shutdown()
 
 
-def sample(engine, count=4):
+def sample(engine, count=4, seed=None):
     prompts = [np.arange(5, 15 + i, dtype=np.int32) for i in range(count)]
-    asked = [engine.generate.remote(p, temperature=TEMPERATURE, max_tokens=24) for p in prompts]
+    asked = [
+        engine.generate.remote(p, temperature=TEMPERATURE, max_tokens=24, seed=seed)
+        for p in prompts
+    ]
     return list(zip(prompts, ray.get(asked), strict=True))
 
 
@@ -107,7 +112,17 @@ def sync(engine, trainer, folder, step: int) -> None:
     assert ray.get(engine.load_policy.remote(policy, True)) == checksum
 
 
-def check_an_update_and_a_sync(engine, trainer, folder, step: int) -> None:
+def sync_from_memory(engine, trainer, folder, step: int) -> None:
+    policy = Policy(str(folder / f"memory-{step}.safetensors"), PolicyVersion("l", step))
+    doors = trainer.open_doors()
+    taking = engine.receive_policy.remote(policy.version, doors, 20.0, True)
+    trainer.gather(doors, 20.0)
+    ray.get(taking)
+    loaded = ray.get(engine.load_policy.remote(policy, True))  # no file is there yet
+    assert loaded == trainer.write(Path(policy.path))
+
+
+def check_an_update_and_a_sync(engine, trainer, folder, step: int, sync=sync) -> None:
     """Engine and trainer have the same weights, those of `step`, before and one step later."""
     first = sample(engine)
     assert largest_difference(trainer, first) < 1e-4
@@ -125,14 +140,27 @@ def test_log_probabilities_agree_before_and_after_an_update_and_a_sync(pair):
     check_an_update_and_a_sync(*pair, step=0)
 
 
+def test_weights_from_memory_are_those_of_the_file_to_the_bit(pair):
+    engine, trainer, folder = pair
+
+    def sampled():
+        [(_, g)] = sample(engine, count=1, seed=3)
+        return g.tokens.tolist(), g.logprobs.tolist()
+
+    check_an_update_and_a_sync(*pair, step=1, sync=sync_from_memory)
+    from_memory = sampled()
+    sync(engine, trainer, folder, 3)
+    assert sampled() == from_memory
+
+
 def test_an_engine_gets_the_weights_with_the_adapters_of_a_lora_trainer_in_them(pair):
     engine, _, folder = pair
     config = load(None, [*SETTINGS, "model.lora_rank=4", f"run.dir={folder}"])
     bundles = reserve(config, Device.CPU)
     trainer = Trainer(config, models.resolve("tiny"), bundles, total_steps=3)
     try:
-        sync(engine, trainer, folder, 3)
-        check_an_update_and_a_sync(engine, trainer, folder, step=3)
+        sync(engine, trainer, folder, 4)
+        check_an_update_and_a_sync(engine, trainer, folder, step=4, sync=sync_from_memory)
     finally:
         bundles.remove()
 
