@@ -4,11 +4,14 @@ CPU."""
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 import ray
@@ -20,6 +23,8 @@ from lightning_ray.engine.pool import BOUND, DOWN_SECONDS, REMEMBERED, Router
 from lightning_ray.placement import Device, reserve
 from lightning_ray.records import FinishReason, PolicyVersion
 from lightning_ray.run import cluster
+from lightning_ray.run.stack import Stack
+from lightning_ray.run.sync import Way, WeightSync
 from lightning_ray.samples import dataset
 from lightning_ray.samples.batch import ROW_SCHEMA
 from lightning_ray.tasks import models
@@ -151,6 +156,52 @@ def test_weights_from_memory_are_those_of_the_file_to_the_bit(pair):
     from_memory = sampled()
     sync(engine, trainer, folder, 3)
     assert sampled() == from_memory
+
+
+def new_engine(folder, config, **options):
+    return (
+        ray.remote(EngineActor)
+        .options(
+            num_cpus=0,
+            max_concurrency=100,
+            runtime_env={"env_vars": environment(config, on_gpu=False)},
+            **options,
+        )
+        .remote(
+            config,
+            str(models.resolve("tiny")),
+            str(folder / "policy.json"),
+            PolicyVersion("l", 0),
+            False,
+        )
+    )
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_while_it_is_fed_reads_the_file(pair, tmp_path):
+    """Everything real but the moment: its vLLM stands still before it can take the weights."""
+    _, trainer, _ = pair
+    config = load(None, [*SETTINGS, "engine.verify_sync=true", f"run.dir={tmp_path}"])
+    stack = Stack(config, models.resolve("tiny"), tmp_path, (said := []).append)
+    stack.open_store()
+    stack.engines.append(engine := new_engine(tmp_path, config, max_restarts=-1))
+    ray.get(engine.ready.remote())
+    actor = psutil.Process(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())))
+    processes = [actor, *actor.children(recursive=True)]
+    for process in processes[1:]:
+        process.suspend()
+    sync = WeightSync(config, Way.MEMORY, trainer, stack, tmp_path / "policy")
+    sync._silence_s = 3.0
+    killing = threading.Timer(1.0, lambda: [process.kill() for process in processes])
+    killing.start()
+    try:
+        sync.hand_over(PolicyVersion("l", 5))  # compares the checksums
+        assert "reads the weights from disk" in said[0]
+        [(_, generation)] = sample(engine, count=1)
+        assert {span.version.step for span in generation.spans} == {5}
+        assert Policy.read(stack.pointer) == sync.policy(PolicyVersion("l", 5))
+    finally:
+        stack.stop()
 
 
 def test_an_engine_gets_the_weights_with_the_adapters_of_a_lora_trainer_in_them(pair):
