@@ -20,11 +20,11 @@ from lightning_ray.config import load
 from lightning_ray.engine.actor import EngineActor, EngineStartError, Policy, environment
 from lightning_ray.engine.partial import Partial
 from lightning_ray.engine.pool import BOUND, DOWN_SECONDS, REMEMBERED, Router
-from lightning_ray.placement import Device, reserve
+from lightning_ray.placement import Device, WeightSyncWay, reserve
 from lightning_ray.records import FinishReason, PolicyVersion
 from lightning_ray.run import cluster
 from lightning_ray.run.stack import Stack
-from lightning_ray.run.sync import Way, WeightSync
+from lightning_ray.run.sync import WeightSync
 from lightning_ray.samples import dataset
 from lightning_ray.samples.batch import ROW_SCHEMA
 from lightning_ray.tasks import models
@@ -190,7 +190,7 @@ def test_an_engine_that_is_killed_while_it_is_fed_reads_the_file(pair, tmp_path)
     processes = [actor, *actor.children(recursive=True)]
     for process in processes[1:]:
         process.suspend()
-    sync = WeightSync(config, Way.MEMORY, trainer, stack, tmp_path / "policy")
+    sync = WeightSync(config, WeightSyncWay.MEMORY, trainer, stack, tmp_path / "policy")
     sync._silence_s = 3.0
     killing = threading.Timer(1.0, lambda: [process.kill() for process in processes])
     killing.start()

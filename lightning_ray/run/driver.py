@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning_ray.config import RunConfig, dump, load
 from lightning_ray.metrics import MetricsLog
-from lightning_ray.placement import Bundles, Device, reserve
+from lightning_ray.placement import Bundles, Device, reserve, weight_sync_way
 from lightning_ray.records import FinishedRollout, Outcome, PolicyVersion, RolloutState, Task
 from lightning_ray.report.console import Console, View
 from lightning_ray.rollouts import harness, sandbox
@@ -30,7 +30,7 @@ from lightning_ray.run.collection import Collection, Harvest, check_faults
 from lightning_ray.run.cycle import Phase, Plan, Position
 from lightning_ray.run.ending import Results
 from lightning_ray.run.stack import Stack, with_counts
-from lightning_ray.run.sync import WeightSync, choose
+from lightning_ray.run.sync import WeightSync
 from lightning_ray.run.waiting import RunError
 from lightning_ray.samples import batch, dataset, staleness
 from lightning_ray.samples.batch import Batch
@@ -137,7 +137,7 @@ class Run:
                 self._weights(*found) if found else None,
             )
             folder = self.run_dir / "policy"
-            way = choose(self._config, bundles.device)
+            way = weight_sync_way(self._config, bundles.device)
             self._weight_sync = WeightSync(self._config, way, self._trainer, self._stack, folder)
             resumed = self._restore(found)
             self._trainer.sleep()

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from enum import StrEnum
 from pathlib import Path
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.actor import Policy
-from lightning_ray.placement import Device
+from lightning_ray.placement import WeightSyncWay
 from lightning_ray.records import PolicyVersion
 from lightning_ray.run.stack import Stack
 from lightning_ray.trainer.trainer import Trainer
@@ -29,32 +28,17 @@ from lightning_ray.trainer.trainer import Trainer
 SILENCE_S = 60.0
 
 
-class Way(StrEnum):
-    """How new weights reach the engines."""
-
-    FILE = "file"  # a safetensors file that they read
-    MEMORY = "memory"  # from each trainer rank into the engine worker in its bundle
-
-
-def choose(config: RunConfig, device: Device) -> Way:
-    """The way of a run on `device`."""
-    if config.trainer.weight_sync != "auto":
-        return Way(config.trainer.weight_sync)
-    beside = config.trainer.ranks >= config.engine_workers
-    return Way.MEMORY if device is Device.GPU and beside else Way.FILE
-
-
 class WeightSync:
     """See the module. `folder` is where the weights are written."""
 
     def __init__(
-        self, config: RunConfig, way: Way, trainer: Trainer, stack: Stack, folder: Path
+        self, config: RunConfig, way: WeightSyncWay, trainer: Trainer, stack: Stack, folder: Path
     ) -> None:
         self._config, self._way, self._folder = config, way, folder
         self._trainer, self._stack = trainer, stack
         # Less than what all else may wait, so that a lost engine does not count as a lost trainer.
         self._silence_s = min(SILENCE_S, config.run.wait_timeout_s / 4)
-        if way is Way.MEMORY:
+        if way is WeightSyncWay.MEMORY:
             trainer.open_doors()  # what cannot work is said here, not after the first update
 
     def policy(self, version: PolicyVersion) -> Policy:
@@ -68,7 +52,7 @@ class WeightSync:
             RunError: see `Stack.load`.
         """
         policy, verify = self.policy(version), self._config.engine.verify_sync
-        if self._way is Way.MEMORY:
+        if self._way is WeightSyncWay.MEMORY:
             doors = self._trainer.open_doors()[: self._config.engine_workers]
             self._stack.feed(
                 version,
@@ -82,7 +66,7 @@ class WeightSync:
         self._trainer.sleep()
         with ThreadPoolExecutor(1) as background:
             written = background.submit(self._trainer.write, Path(policy.path))
-            if self._way is Way.FILE or verify:
+            if self._way is WeightSyncWay.FILE or verify:
                 written.result()
             self._stack.load(policy, written.result() if verify else None)
             opened = time.monotonic()

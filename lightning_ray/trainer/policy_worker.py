@@ -180,9 +180,10 @@ class PolicyWorker(TrainingWorker):
         if sends:
             shared = not torch.cuda.is_available()
             transfer.send(doors[self.rank], weights, self._bucket(), limit_s, shared)
-            self.door.cleanup()
         for _ in weights:  # if nobody took them: the other ranks cannot without this one
             pass
+        if doors:
+            self.door.cleanup()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def write(self, path: Path) -> str | None:
