@@ -21,16 +21,17 @@ from lightning_ray.records import PolicyVersion
 from lightning_ray.run.sync import WeightSync
 
 CPU = torch.device("cpu")
+FILE, MEMORY = WeightSyncWay
 
 
 @pytest.mark.parametrize(("settings", "device", "way"), [
-    ([], Device.CPU, WeightSyncWay.FILE),
-    ([], Device.GPU, WeightSyncWay.MEMORY),
-    (["trainer.weight_sync=memory"], Device.CPU, WeightSyncWay.MEMORY),
-    (["trainer.weight_sync=file"], Device.GPU, WeightSyncWay.FILE),
-    (["engine.count=2", "trainer.ranks=2"], Device.GPU, WeightSyncWay.MEMORY),
-    (["engine.count=2", "engine.tensor_parallel=2", "trainer.ranks=3"], Device.GPU, WeightSyncWay.FILE),
-    (["engine.count=2", "engine.tensor_parallel=2", "trainer.ranks=4"], Device.GPU, WeightSyncWay.MEMORY),
+    ([], Device.CPU, FILE),
+    ([], Device.GPU, MEMORY),
+    (["trainer.weight_sync=memory"], Device.CPU, MEMORY),
+    (["trainer.weight_sync=file"], Device.GPU, FILE),
+    (["engine.count=2", "trainer.ranks=2"], Device.GPU, MEMORY),
+    (["engine.count=2", "engine.tensor_parallel=2", "trainer.ranks=3"], Device.GPU, FILE),
+    (["engine.count=2", "engine.tensor_parallel=2", "trainer.ranks=4"], Device.GPU, MEMORY),
 ])  # fmt: skip
 def test_by_itself_memory_is_for_gpus_with_a_rank_beside_every_engine_worker(settings, device, way):
     assert weight_sync_way(load(None, settings), device) is way
@@ -76,12 +77,12 @@ class Diary:
 
 
 @pytest.mark.parametrize(("way", "verify", "order"), [
-    (WeightSyncWay.FILE, "false",
+    (FILE, "false",
      ["gather", "trainer sleeps", "file", "engines go on", "policy file"]),
-    (WeightSyncWay.MEMORY, "false",
+    (MEMORY, "false",
      ["engines wake for weights", "gather first second", "trainer sleeps", "engines go on", "file",
       "policy file"]),
-    (WeightSyncWay.MEMORY, "true",
+    (MEMORY, "true",
      ["engines wake for weights", "gather first second", "trainer sleeps", "file",
       "engines go on if they have the checksum", "policy file"]),
 ])  # fmt: skip
