@@ -152,6 +152,7 @@ def test_weights_from_memory_are_those_of_the_file_to_the_bit(pair):
         [(_, g)] = sample(engine, count=1, seed=3)
         return g.tokens.tolist(), g.logprobs.tolist()
 
+    sync(engine, trainer, folder, 1)
     check_an_update_and_a_sync(*pair, step=1, sync=sync_from_memory)
     from_memory = sampled()
     sync(engine, trainer, folder, 3)

@@ -224,8 +224,10 @@ class EngineActor(Exchange):
 
         Raises:
             RuntimeError: see `load_policy`.
-            EngineDead: they did not come, and the process ends.
+            EngineDead: vLLM does not run; or they did not come, and the process ends.
         """
+        if self._llm is None:
+            raise EngineDead("it was started again during the update")
         self._check_drained()
         self._usable.clear()
         try:

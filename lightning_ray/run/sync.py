@@ -53,6 +53,7 @@ class WeightSync:
         """
         policy, verify = self.policy(version), self._config.engine.verify_sync
         if self._way is WeightSyncWay.MEMORY:
+            self._trainer.make_room()
             doors = self._trainer.open_doors()[: self._config.engine_workers]
             self._stack.feed(
                 version,

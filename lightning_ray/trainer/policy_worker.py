@@ -153,16 +153,14 @@ class PolicyWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_door(self) -> str:
-        """The address at which the next `gather` sends weights. On a GPU the optimizer leaves it:
-        the engine's weights come beside the trainer's.
+        """The address at which the next `gather` sends weights.
 
         Raises:
-            OSError: shared memory has no room for the buffer.
+            OSError: shared memory has no room for the ranks' buffers.
         """
-        if torch.cuda.is_available():
-            self.to("cpu", model=False, grad=False)
-            torch.cuda.empty_cache()
-        elif (free := shutil.disk_usage(SHARED_MEMORY).free >> 20) < (need := self._bucket()):
+        torch.cuda.empty_cache()  # an engine's weights come beside the trainer's
+        free, need = shutil.disk_usage(SHARED_MEMORY).free >> 20, self._bucket() * self.world_size
+        if free < need and not torch.cuda.is_available():
             raise OSError(
                 f"trainer.weight_sync=memory needs {need} MiB in {SHARED_MEMORY}, which has {free} "
                 "left; make it larger (docker run --shm-size), or set trainer.weight_sync=file"

@@ -142,6 +142,12 @@ class Trainer:
         self.gather()
         return self.write(path)
 
+    def make_room(self) -> None:
+        """Moves the optimizer off the GPU, so that the weights of an engine have room there."""
+        if self._gpu:
+            with self._watched("offloading the optimizer"):
+                self._group.to("cpu", model=False, grad=False)
+
     def open_doors(self) -> list[str]:
         """Where the next `gather` can send weights, an address for each rank."""
         with self._watched("preparing a weight sync"):
