@@ -108,7 +108,7 @@ def describe(config: RunConfig, device: Device) -> str:
                 if engine.tensor_parallel == 1
                 else "whole GPUs in turns"
             ),
-            f"weights   reach the engines by {weight_sync_way(config, device)}",
+            f"weights   into the engines by way of: {weight_sync_way(config, device)}",
             f"harnesses up to {rollout.concurrency} x {rollout.cpus:g} CPU",
             f"total     {cpus:g} CPU and {rollout.cpus:g} for at least one harness; "
             f"{cpus + rollout.concurrency * rollout.cpus:g} CPU for all of them at a time",
