@@ -134,6 +134,15 @@ class TrainerSection(Section):
     gradient_checkpointing: bool = Field(
         True, description="Recompute activations in the backward pass."
     )
+    weight_sync: Literal["auto", "file", "memory"] = Field(
+        "auto",
+        description="How new weights reach the engines: in one file, or from each rank's memory "
+        "into the engine worker in its bundle (CUDA IPC; shared memory on a CPU). auto: memory on "
+        "GPUs where every engine worker has a rank beside it, else file.",
+    )
+    weight_sync_mib: int = Field(
+        256, ge=1, description="Size of the buffer between a rank and an engine worker, in MiB."
+    )
     threads: int = Field(2, ge=1, description="torch threads per rank on a CPU (CPU only).")
 
 

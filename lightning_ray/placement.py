@@ -51,6 +51,13 @@ class Device(StrEnum):
     GPU = "gpu"
 
 
+class WeightSyncWay(StrEnum):
+    """How new weights get from the trainer into the engines."""
+
+    FILE = "file"  # a safetensors file that they read
+    MEMORY = "memory"  # from each trainer rank into the engine worker in its bundle
+
+
 class PlacementError(RuntimeError):
     """The cluster cannot give the run its bundles; the message says what to change."""
 
@@ -58,6 +65,14 @@ class PlacementError(RuntimeError):
 def detect() -> Device:
     """GPU if the connected Ray cluster has any."""
     return Device.GPU if ray.cluster_resources().get("GPU", 0) >= 1 else Device.CPU
+
+
+def weight_sync_way(config: RunConfig, device: Device) -> WeightSyncWay:
+    """That of a run on `device`."""
+    if config.trainer.weight_sync != "auto":
+        return WeightSyncWay(config.trainer.weight_sync)
+    beside = config.trainer.ranks >= config.engine_workers
+    return WeightSyncWay.MEMORY if device is Device.GPU and beside else WeightSyncWay.FILE
 
 
 def plan(config: RunConfig, device: Device) -> list[dict[str, float]]:
@@ -72,7 +87,7 @@ def plan(config: RunConfig, device: Device) -> list[dict[str, float]]:
             f"engine.tensor_parallel={engine.tensor_parallel} needs GPUs and the cluster has none; "
             "set it to 1"
         )
-    count = max(config.trainer.ranks, engine.count * engine.tensor_parallel)
+    count = max(config.trainer.ranks, config.engine_workers)
     one = {"CPU": CPU_BUNDLE_CPUS} if device is Device.CPU else {"GPU": 1.0, "CPU": GPU_BUNDLE_CPUS}
     return [dict(one) for _ in range(count)]
 
@@ -93,6 +108,7 @@ def describe(config: RunConfig, device: Device) -> str:
                 if engine.tensor_parallel == 1
                 else "whole GPUs in turns"
             ),
+            f"weights   into the engines by way of: {weight_sync_way(config, device)}",
             f"harnesses up to {rollout.concurrency} x {rollout.cpus:g} CPU",
             f"total     {cpus:g} CPU and {rollout.cpus:g} for at least one harness; "
             f"{cpus + rollout.concurrency * rollout.cpus:g} CPU for all of them at a time",

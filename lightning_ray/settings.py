@@ -90,6 +90,11 @@ class RunConfig(Section):
         return self.rollout.timeout_s if self.run.stale_wait_s is None else self.run.stale_wait_s
 
     @property
+    def engine_workers(self) -> int:
+        """vLLM workers of all engines, each in a bundle of its own."""
+        return self.engine.count * self.engine.tensor_parallel
+
+    @property
     def max_row_tokens(self) -> int:
         return self.trainer.max_row_tokens or self.model.max_model_len
 
@@ -135,6 +140,14 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
         yield "model.lora_rank is for trainer.strategy=fsdp2 only"
     if config.trainer.strategy == "megatron" and config.model.dtype == "float32":
         yield "trainer.strategy=megatron computes in bfloat16; set model.dtype=bfloat16"
+    if config.trainer.weight_sync == "memory" and config.trainer.ranks < config.engine_workers:
+        yield (
+            f"trainer.weight_sync=memory needs a trainer rank beside each of the "
+            f"{config.engine_workers} engine workers (engine.count x engine.tensor_parallel), and "
+            f"trainer.ranks={config.trainer.ranks}; raise trainer.ranks, or use file"
+        )
+    if config.trainer.weight_sync == "file" and config.trainer.weight_sync_mib != 256:
+        yield "trainer.weight_sync_mib has no effect with weight_sync=file"
     yield from _schedule_contradictions(config)
     if config.rollout.sandbox == "none":
         for key in ("sandbox_require", "sandbox_paths"):

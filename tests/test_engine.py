@@ -4,10 +4,14 @@ CPU."""
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 import ray
@@ -16,9 +20,11 @@ from lightning_ray.config import load
 from lightning_ray.engine.actor import EngineActor, EngineStartError, Policy, environment
 from lightning_ray.engine.partial import Partial
 from lightning_ray.engine.pool import BOUND, DOWN_SECONDS, REMEMBERED, Router
-from lightning_ray.placement import Device, reserve
+from lightning_ray.placement import Device, WeightSyncWay, reserve
 from lightning_ray.records import FinishReason, PolicyVersion
 from lightning_ray.run import cluster
+from lightning_ray.run.stack import Stack
+from lightning_ray.run.sync import WeightSync
 from lightning_ray.samples import dataset
 from lightning_ray.samples.batch import ROW_SCHEMA
 from lightning_ray.tasks import models
@@ -33,6 +39,7 @@ SETTINGS = [
     f"sampling.temperature={TEMPERATURE}",
     "trainer.lr=1e-2",
     "trainer.micro_batch_tokens=512",
+    "trainer.weight_sync_mib=1",  # so that there are several buckets
     "gateway.port=0",
 ]
 
@@ -61,9 +68,12 @@ def pair(tmp_path_factory):
     ray.shutdown()
 
 
-def sample(engine, count=4):
+def sample(engine, count=4, seed=None):
     prompts = [np.arange(5, 15 + i, dtype=np.int32) for i in range(count)]
-    asked = [engine.generate.remote(p, temperature=TEMPERATURE, max_tokens=24) for p in prompts]
+    asked = [
+        engine.generate.remote(p, temperature=TEMPERATURE, max_tokens=24, seed=seed)
+        for p in prompts
+    ]
     return list(zip(prompts, ray.get(asked), strict=True))
 
 
@@ -107,7 +117,17 @@ def sync(engine, trainer, folder, step: int) -> None:
     assert ray.get(engine.load_policy.remote(policy, True)) == checksum
 
 
-def check_an_update_and_a_sync(engine, trainer, folder, step: int) -> None:
+def sync_from_memory(engine, trainer, folder, step: int) -> None:
+    policy = Policy(str(folder / f"memory-{step}.safetensors"), PolicyVersion("l", step))
+    doors = trainer.open_doors()
+    taking = engine.receive_policy.remote(policy.version, doors, 20.0, True)
+    trainer.gather(doors, 20.0)
+    ray.get(taking)
+    loaded = ray.get(engine.load_policy.remote(policy, True))  # no file is there yet
+    assert loaded == trainer.write(Path(policy.path))
+
+
+def check_an_update_and_a_sync(engine, trainer, folder, step: int, sync=sync) -> None:
     """Engine and trainer have the same weights, those of `step`, before and one step later."""
     first = sample(engine)
     assert largest_difference(trainer, first) < 1e-4
@@ -125,14 +145,74 @@ def test_log_probabilities_agree_before_and_after_an_update_and_a_sync(pair):
     check_an_update_and_a_sync(*pair, step=0)
 
 
+def test_weights_from_memory_are_those_of_the_file_to_the_bit(pair):
+    engine, trainer, folder = pair
+
+    def sampled():
+        [(_, g)] = sample(engine, count=1, seed=3)
+        return g.tokens.tolist(), g.logprobs.tolist()
+
+    sync(engine, trainer, folder, 1)
+    check_an_update_and_a_sync(*pair, step=1, sync=sync_from_memory)
+    from_memory = sampled()
+    sync(engine, trainer, folder, 3)
+    assert sampled() == from_memory
+
+
+def new_engine(folder, config, **options):
+    return (
+        ray.remote(EngineActor)
+        .options(
+            num_cpus=0,
+            max_concurrency=100,
+            runtime_env={"env_vars": environment(config, on_gpu=False)},
+            **options,
+        )
+        .remote(
+            config,
+            str(models.resolve("tiny")),
+            str(folder / "policy.json"),
+            PolicyVersion("l", 0),
+            False,
+        )
+    )
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_while_it_is_fed_reads_the_file(pair, tmp_path):
+    """Everything real but the moment: its vLLM stands still before it can take the weights."""
+    _, trainer, _ = pair
+    config = load(None, [*SETTINGS, "engine.verify_sync=true", f"run.dir={tmp_path}"])
+    stack = Stack(config, models.resolve("tiny"), tmp_path, (said := []).append)
+    stack.open_store()
+    stack.engines.append(engine := new_engine(tmp_path, config, max_restarts=-1))
+    ray.get(engine.ready.remote())
+    actor = psutil.Process(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())))
+    processes = [actor, *actor.children(recursive=True)]
+    for process in processes[1:]:
+        process.suspend()
+    sync = WeightSync(config, WeightSyncWay.MEMORY, trainer, stack, tmp_path / "policy")
+    sync._silence_s = 3.0
+    killing = threading.Timer(1.0, lambda: [process.kill() for process in processes])
+    killing.start()
+    try:
+        sync.hand_over(PolicyVersion("l", 5))  # compares the checksums
+        assert "reads the weights from disk" in said[0]
+        [(_, generation)] = sample(engine, count=1)
+        assert {span.version.step for span in generation.spans} == {5}
+        assert Policy.read(stack.pointer) == sync.policy(PolicyVersion("l", 5))
+    finally:
+        stack.stop()
+
+
 def test_an_engine_gets_the_weights_with_the_adapters_of_a_lora_trainer_in_them(pair):
     engine, _, folder = pair
     config = load(None, [*SETTINGS, "model.lora_rank=4", f"run.dir={folder}"])
     bundles = reserve(config, Device.CPU)
     trainer = Trainer(config, models.resolve("tiny"), bundles, total_steps=3)
     try:
-        sync(engine, trainer, folder, 3)
-        check_an_update_and_a_sync(engine, trainer, folder, step=3)
+        sync(engine, trainer, folder, 4)
+        check_an_update_and_a_sync(engine, trainer, folder, step=4, sync=sync_from_memory)
     finally:
         bundles.remove()
 

@@ -135,7 +135,12 @@ def write(checkpoints: Checkpoints, step: int) -> None:
     state = State(
         Position(step, Phase.COLLECT), PolicyVersion("l", step), "sum", 4, ("g",), PENDING
     )
-    checkpoints.write(state, lambda folder: (folder / "weights").write_text(str(step)))
+
+    def fill(folder):
+        (folder / "weights").write_text(str(step))
+        return state
+
+    checkpoints.write(step, fill)
 
 
 def test_checkpoints_come_back_and_old_ones_go_but_the_best_stays(tmp_path):
@@ -168,7 +173,7 @@ def test_a_checkpoint_that_was_cut_off_is_not_seen(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.write(State(Position(2, Phase.COLLECT), PolicyVersion("l", 2), "", 0), killed)
+        checkpoints.write(2, killed)
     again = Checkpoints(tmp_path, keep=2)
     assert again.latest()[1].version.step == 1
     write(again, 2)

@@ -15,12 +15,12 @@ from lightning_ray.run.cycle import Phase, Position
 
 
 def write(checkpoints: Checkpoints, step: int) -> None:
-    def fill(folder: Path) -> None:
+    def fill(folder: Path) -> State:
         (folder / "hf").mkdir()
         (folder / "hf" / "weights").write_text(f"weights {step}")
+        return State(Position(step, Phase.COLLECT), PolicyVersion("l", step), "checksum", step)
 
-    state = State(Position(step, Phase.COLLECT), PolicyVersion("l", step), "checksum", step)
-    checkpoints.write(state, fill)
+    checkpoints.write(step, fill)
 
 
 @pytest.fixture(params=["{}/there", "file://{}/there", "memory:/{}/there"])

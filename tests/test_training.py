@@ -22,10 +22,12 @@ from lightning_ray.tasks.swe import embedded
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory, request):
-    """A run of two steps that was killed after its first checkpoint and started again."""
+    """A run of two steps that was killed after its first checkpoint and started again. Its weights
+    go from memory to memory, and both sides' checksums are compared."""
     run_dir = tmp_path_factory.mktemp("run") / "run"
     log = run_dir.parent / "log"
-    first = start(run_dir, log, "run.steps=2")
+    settings = ["run.steps=2", "trainer.weight_sync=memory", "engine.verify_sync=true"]
+    first = start(run_dir, log, *settings)
     wait_for(first, log, lambda: Checkpoints(run_dir, keep=2).latest())
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
@@ -34,7 +36,7 @@ def killed_and_resumed(tmp_path_factory, request):
     for kind in ("batches", "ledger"):
         shutil.copy(dataset.path(run_dir, 1, kind), dataset.path(run_dir, 9, kind))
     log = run_dir.parent / "second.log"
-    second = start(run_dir, log, "run.steps=2")
+    second = start(run_dir, log, *settings)
     assert second.wait(PATIENCE) == 0, log.read_text()
     return run_dir, saved, log.read_text()
 

@@ -2,13 +2,14 @@
 
 `generate` takes token ids and returns sampled token ids with the log-probabilities of the behaviour
 policy (temperature included) and the policy versions that sampled them. `drain` ends or interrupts
-what runs, `load_policy` puts new weights into the running engine, and what was interrupted goes on.
+what runs, `load_policy` puts new weights into the running engine (from their file, unless
+`receive_policy` has taken them from the trainer's memory before), and what was interrupted goes on.
 If the process dies, Ray starts the actor again and it comes back with the weights named by the
 policy file, not with the base model.
 
 Invariants: a token is stamped with the version that was loaded when it was sampled; the prefix
-cache is empty after a change of weights; the process never hosts the trainer (vLLM replaces
-`torch.set_num_threads` and reseeds).
+cache is empty after a change of weights; an engine with half of the new weights ends; the process
+never hosts the trainer (vLLM replaces `torch.set_num_threads` and reseeds).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,8 @@ _CPU_ENVIRONMENT = {
 }
 
 
-# Between two looks at what still runs, while draining.
-DRAIN_POLL_S = 0.05
+# Between two looks at what still runs, while draining, or at whether a policy's file is there.
+POLL_S = 0.05
 
 
 class EngineStartError(RuntimeError):
@@ -121,7 +123,9 @@ class EngineActor(Exchange):
         self._door = Door(Limit(config.engine.max_num_seqs))
         self._running: dict[str, bool] = {}  # vLLM's request ids; True: under a grammar
         self._busy_s = self._busy_since = 0.0
-        self._asleep = False
+        self._asleep = set[str]()  # what sleeps, by vLLM's tags
+        # The version whose weights came from the trainer's memory, and their checksum.
+        self._received: tuple[PolicyVersion, str | None] | None = None
         # Set while the weights are whole: a call that comes in between waits.
         self._usable = asyncio.Event()
         self._usable.set()
@@ -202,7 +206,7 @@ class EngineActor(Exchange):
             async for output in self._llm.generate(request, params, request_id=name):
                 final = output
         except EngineDeadError as error:
-            asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), signal.SIGKILL)
+            _end_soon()
             raise EngineDead(f"vLLM's core process died: {error}") from error
         finally:
             del self._running[name]
@@ -212,6 +216,30 @@ class EngineActor(Exchange):
             raise EngineDead("vLLM ended the generation without an output")
         return final
 
+    async def receive_policy(
+        self, version: PolicyVersion, doors: Sequence[str], limit_s: float, verify: bool
+    ) -> None:
+        """Takes the weights of `version` that trainer ranks send to `doors`, one for each vLLM
+        worker; `load_policy` then puts them to use, and no call is served before.
+
+        Raises:
+            RuntimeError: see `load_policy`.
+            EngineDead: vLLM does not run; or they did not come, and the process ends.
+        """
+        if self._llm is None:
+            raise EngineDead("it was started again during the update")
+        self._check_drained()
+        self._usable.clear()
+        try:
+            await self._wake("weights")
+            digests = await self._llm.collective_rpc(
+                "receive_policy", None, (doors, limit_s, verify)
+            )
+        except Exception as error:
+            _end_soon()
+            raise EngineDead(f"the weights of the trainer did not come: {error!r}") from error
+        self._received = version, _one(digests)
+
     async def load_policy(self, policy: Policy, verify: bool) -> str | None:
         """Loads new weights and stamps what is sampled from here on. Returns the checksum of the
         tensors that were loaded if `verify`.
@@ -220,10 +248,7 @@ class EngineActor(Exchange):
             RuntimeError: a generation is running; its tokens would belong to two policies.
         """
         await self.ready()
-        if self._running:
-            raise RuntimeError(
-                f"{len(self._running)} generations are running; drain them before a weight sync"
-            )
+        self._check_drained()
         self._usable.clear()
         digest = await self._load(policy, verify)
         self._usable.set()  # only now: weights that came in part must not sample
@@ -242,7 +267,7 @@ class EngineActor(Exchange):
                 interrupted += len(stopped)
                 await self._llm.abort(stopped)
                 deadline = math.inf
-            await asyncio.sleep(DRAIN_POLL_S)
+            await asyncio.sleep(POLL_S)
         busy_s, self._busy_s = self._busy_s, 0.0
         return Drained(interrupted, busy_s)
 
@@ -250,20 +275,39 @@ class EngineActor(Exchange):
         """Frees the GPU: weights are dropped (level 2), the next `load_policy` brings new ones.
         Nothing to do on a CPU, where sleeping frees no memory."""
         self._usable.clear()
+        self._received = None
         if self._on_gpu and self._llm is not None:
             await self._llm.sleep(level=2)
-            self._asleep = True
+            self._asleep = {"weights", "kv_cache"}
 
     async def _load(self, policy: Policy, verify: bool) -> str | None:
-        if self._asleep:
-            await self._llm.wake_up(tags=["weights"])
-        digests = await self._llm.collective_rpc("load_policy", args=(policy.path, verify))
-        if self._asleep:
-            await self._llm.wake_up(tags=["kv_cache"])
-            self._asleep = False
+        if self._received and self._received[0] == policy.version:
+            digest = self._received[1]
+        else:
+            digest = await self._read(policy, verify)
+        await self._wake("kv_cache")
         await self._llm.reset_prefix_cache()
         self._version = policy.version
-        return digests[0]
+        return digest
+
+    async def _read(self, policy: Policy, verify: bool) -> str | None:
+        # If other engines got the weights from memory, their file may come yet.
+        deadline = time.monotonic() + self._config.run.wait_timeout_s
+        while not Path(policy.path).exists() and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        await self._wake("weights")
+        return _one(await self._llm.collective_rpc("load_policy", args=(policy.path, verify)))
+
+    async def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            await self._llm.wake_up(tags=[tag])
+            self._asleep.remove(tag)
+
+    def _check_drained(self) -> None:
+        if self._running:
+            raise RuntimeError(
+                f"{len(self._running)} generations are running; drain them before a weight sync"
+            )
 
     def _start(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -310,6 +354,16 @@ class EngineActor(Exchange):
         if config.engine.tensor_parallel == 1:
             arguments["distributed_executor_backend"] = "uni"
         return arguments
+
+
+def _end_soon() -> None:
+    """Ends this process, when the error that is on its way has left; Ray starts it again."""
+    asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), signal.SIGKILL)
+
+
+def _one(digests: list[str | None]) -> str | None:
+    """The checksum that the workers of an engine agree on; all of them, if they do not."""
+    return " and ".join(sorted({digest for digest in digests if digest})) or None
 
 
 def _advice(error: Exception, config: RunConfig) -> str:

@@ -92,16 +92,16 @@ class Checkpoints:
             return None
         return folders[-1], State.from_json((folders[-1] / STATE).read_text())
 
-    def write(self, state: State, fill: Callable[[Path], None]) -> Path:
-        """Writes a checkpoint; `fill` puts everything but the state into the folder it is given."""
+    def write(self, step: int, fill: Callable[[Path], State]) -> Path:
+        """Writes the checkpoint of `step`; `fill` puts everything but the state, which it returns,
+        into the folder it is given."""
         self.settle()
-        final = self._root / f"step-{state.position.step:05d}"
+        final = self._root / f"step-{step:05d}"
         for left_over in self._root.glob("*.partial"):
             shutil.rmtree(left_over)
         partial = final.with_suffix(".partial")
         partial.mkdir()
-        fill(partial)
-        (partial / STATE).write_text(state.to_json())
+        (partial / STATE).write_text(fill(partial).to_json())
         _fsync_tree(partial)
         if final.exists():
             _delete(final, ".old.partial")

@@ -17,9 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_ray.config import RunConfig, dump, load
-from lightning_ray.engine.actor import Policy
 from lightning_ray.metrics import MetricsLog
-from lightning_ray.placement import Bundles, Device, reserve
+from lightning_ray.placement import Bundles, Device, reserve, weight_sync_way
 from lightning_ray.records import FinishedRollout, Outcome, PolicyVersion, RolloutState, Task
 from lightning_ray.report.console import Console, View
 from lightning_ray.rollouts import harness, sandbox
@@ -31,6 +30,7 @@ from lightning_ray.run.collection import Collection, Harvest, check_faults
 from lightning_ray.run.cycle import Phase, Plan, Position
 from lightning_ray.run.ending import Results
 from lightning_ray.run.stack import Stack, with_counts
+from lightning_ray.run.sync import WeightSync
 from lightning_ray.run.waiting import RunError
 from lightning_ray.samples import batch, dataset, staleness
 from lightning_ray.samples.batch import Batch
@@ -82,6 +82,7 @@ class Run:
         self._status: ControllerStatus
         self._step_seconds: list[float] = []
         self._trainer: Trainer
+        self._weight_sync: WeightSync
         self._stack: Stack
         self._metrics: MetricsLog
 
@@ -135,6 +136,9 @@ class Run:
                 self._config.run.steps,
                 self._weights(*found) if found else None,
             )
+            folder = self.run_dir / "policy"
+            way = weight_sync_way(self._config, bundles.device)
+            self._weight_sync = WeightSync(self._config, way, self._trainer, self._stack, folder)
             resumed = self._restore(found)
             self._trainer.sleep()
             # On a GPU the trainer first: vLLM measures the memory that is left when it starts.
@@ -142,7 +146,9 @@ class Run:
             self._show("starting", note="engine and gateway")
             serving.result()
         if resumed:
-            self._stack.load(self._policy(), self._checksum)
+            policy = self._weight_sync.policy(self._version)
+            self._stack.remember(policy)
+            self._stack.load(policy, self._checksum)
 
     def _do(self, position: Position) -> None:
         started = time.monotonic()
@@ -216,13 +222,12 @@ class Run:
         self._trainer.wake()
         self._values |= self._trainer.update(dataset.of(self._batch.table))
         self._version = PolicyVersion(self._lineage, self._position.step + 1)
-        self._export()
         self._update_s = time.monotonic() - started
 
     def _checkpoint(self) -> None:
         # First, since a run that resumes here does not come by again.
         self._log()
-        self._checkpoints.write(self._state(), self._fill_checkpoint)
+        self._checkpoints.write(self._position.step, self._fill_checkpoint)
 
     def _state(self) -> State:
         """What a run resumes from that is killed here."""
@@ -237,31 +242,15 @@ class Run:
             self._config.trainer.ranks,
         )
 
-    def _fill_checkpoint(self, folder: Path) -> None:
+    def _fill_checkpoint(self, folder: Path) -> State:
         (folder / "trainer").mkdir()
         self._trainer.save(folder / "trainer")
-        self._trainer.save_hf(folder / "hf")
+        self._checksum = self._trainer.save_hf(folder / "hf")
+        return self._state()
 
     def _sync(self) -> None:
-        self._trainer.sleep()
-        verify = self._config.engine.verify_sync
-        self._stack.load(self._policy(), self._checksum if verify else None)
-        for old in self._policy_path.parent.glob("*.safetensors"):
-            if old != self._policy_path:
-                old.unlink()
-        self._values["seconds/gate_closed"] = time.monotonic() - self._closed_at
-
-    def _export(self) -> None:
-        self._policy_path.parent.mkdir(exist_ok=True)
-        self._checksum = self._trainer.export(self._policy_path)
-
-    def _policy(self) -> Policy:
-        return Policy(str(self._policy_path), self._version)
-
-    @property
-    def _policy_path(self) -> Path:
-        """The weights of the present version, as the engines read them."""
-        return self.run_dir / "policy" / f"step-{self._version.step:05d}.safetensors"
+        opened = self._weight_sync.hand_over(self._version)
+        self._values["seconds/gate_closed"] = opened - self._closed_at
 
     def _validate(self) -> None:
         specs = data.validation_specs(self._validation, self._version)
@@ -322,7 +311,7 @@ class Run:
         self._collection.resume(state.next_place, state.pending)
         # This process's own weights are not among them until it makes some.
         self._ancestry = (*state.ancestry, state.version)
-        self._export()
+        self._checksum = self._trainer.export(Path(self._weight_sync.policy(self._version).path))
         if self._checksum != state.checksum:
             raise RunError(
                 f"the weights in {folder} have the checksum "

@@ -139,8 +139,9 @@ def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
                     bundles = reserve(config)
                     stack.start(bundles, PolicyVersion(BASE, 0))
                 if candidate.weights:
-                    weights = str(candidate.weights.absolute())
-                    stack.load(Policy(weights, version), checksum=None)
+                    policy = Policy(str(candidate.weights.absolute()), version)
+                    stack.remember(policy)
+                    stack.load(policy, checksum=None)
                 view = View(number, len(order), f"evaluate {candidate.name}")
                 rollouts = stack.collect(specs, _progress(console, view))
             evaluation = Evaluation(

@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from lightning_ray.config import RunConfig
 from lightning_ray.engine import actor as engine_actor
 from lightning_ray.engine.actor import Drained, Policy
+from lightning_ray.engine.courier import EngineDead
 from lightning_ray.gateway import deploy
 from lightning_ray.placement import Bundles, Device
 from lightning_ray.records import (
@@ -36,7 +37,7 @@ from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.controller import RESULT_EVENT
 from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.rollouts.pods.attempts import attempts_in_pods, run_id
-from lightning_ray.run.waiting import RunError, Waiting
+from lightning_ray.run.waiting import ProcessLost, RunError, Waiting
 from lightning_ray.samples import forest
 from lightning_ray.store import actor as store_actor
 from lightning_ray.views import PageQuery
@@ -143,12 +144,36 @@ class Stack:
         self._engines("sleep", what="putting the engines to sleep")
         return drained, status
 
+    def feed(
+        self,
+        version: PolicyVersion,
+        doors: Sequence[str],
+        limit_s: float,
+        verify: bool,
+        send: Callable[[], None],
+    ) -> None:
+        """Has the drained engines take the weights of `version` that `send` sends to `doors` (one
+        for each vLLM worker). An engine that does not get them all ends; it is started again, and
+        `load` has it read them from disk."""
+        each = self.config.engine.tensor_parallel
+        taking = [
+            engine.receive_policy.remote(
+                version, doors[number * each : (number + 1) * each], limit_s, verify
+            )
+            for number, engine in enumerate(self.engines)
+        ]
+        send()
+        for one in taking:
+            try:
+                self._wait.get(one, "handing the weights to the engines")
+            except (ProcessLost, EngineDead) as error:
+                self._say(f"an engine reads the weights from disk, as {error}")
+
     def load(self, policy: Policy, checksum: str | None) -> None:
         """Wakes every engine, puts new weights into it and opens the gate; with a `checksum`,
-        checks that they arrived whole."""
+        checks that they arrived whole. What it was not fed, it reads from disk."""
         self._wait.get(self.store.close_gate.remote(), "closing the gate")
         self._engines("drain", what="waiting for model calls to end")
-        policy.write(self.pointer)
         verify = checksum is not None
         for digest in self._engines("load_policy", policy, verify, what="loading the weights"):
             if verify and digest != checksum:
@@ -158,6 +183,10 @@ class Stack:
                     "the disk or memory is faulty"
                 )
         self._wait.get(self.store.open_gate.remote(), "opening the gate")
+
+    def remember(self, policy: Policy) -> None:
+        """Has an engine that is started again serve these weights, whose file is whole."""
+        policy.write(self.pointer)
 
     def _engines(self, method: str, *args: Any, what: str) -> list[Any]:
         return self._wait.each(self.engines, method, *args, what=what)

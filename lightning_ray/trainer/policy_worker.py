@@ -1,12 +1,12 @@
 """One trainer rank: verl's `TrainingWorker`, and what it lacks for us.
 
-`PolicyWorker` starts verl's engine on a CPU too, writes weights for the engines, and steps the
-learning rate itself. `SampledTokensEngine` is verl's FSDP engine for the CPU; it computes logits
-only for the tokens in the loss, which on long prompts and large vocabularies is most of the memory
-and a quarter of the time.
+`PolicyWorker` starts verl's engine on a CPU too, sends and writes weights for the engines, and
+steps the learning rate itself. `SampledTokensEngine` is verl's FSDP engine for the CPU; it computes
+logits only for the tokens in the loss, which on long prompts and large vocabularies is most of the
+memory and a quarter of the time.
 
-Invariants: every method runs on all ranks at once (gathering weights is collective); an exported
-file is whole or absent.
+Invariants: every method runs on all ranks at once (gathering weights is collective, also for a rank
+whose engine is gone); a written file is whole or absent.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import contextlib
 import io
 import logging
 import os
+import shutil
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,12 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import TrainingWorker
 
+from lightning_ray.config import RunConfig
+from lightning_ray.engine import transfer
 from lightning_ray.engine.weights import checksum
+
+# Where POSIX shared memory is. A write beyond its room ends a process without a word.
+SHARED_MEMORY = "/dev/shm"
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu"])
@@ -82,19 +89,23 @@ class PolicyWorker(TrainingWorker):
     """A data-parallel trainer rank."""
 
     engine: Any  # verl's, which `infer_reference` changes for a moment
+    kept: dict[str, torch.Tensor]  # by `gather`, for `write`
+    door: tempfile.TemporaryDirectory[str]  # where the next `gather` sends
 
-    def __init__(self, config: TrainingWorkerConfig, threads: int, seed: int) -> None:
+    def __init__(self, config: TrainingWorkerConfig, run: RunConfig) -> None:
         warnings.filterwarnings("ignore")
         logging.getLogger("torch").setLevel(logging.ERROR)
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         if not torch.cuda.is_available():
-            torch.set_num_threads(threads)
+            torch.set_num_threads(run.trainer.threads)
             # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
             torch.distributed.init_process_group(
                 "cpu:gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
             )
-        torch.manual_seed(seed)
+        torch.manual_seed(run.run.seed)
+        self.dtype = getattr(torch, run.model.dtype)  # of weights that leave
+        self.bucket_mib = run.trainer.weight_sync_mib
         with contextlib.redirect_stdout(io.StringIO()):  # verl prints
             super().__init__(config)
 
@@ -141,21 +152,68 @@ class PolicyWorker(TrainingWorker):
         return used
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export(self, path: Path, dtype: str) -> str | None:
-        """Writes the whole weights under their Hugging Face names; rank 0 returns their
-        checksum."""
-        tied = getattr(self.engine.module, "all_tied_weights_keys", {})
-        weights = {}
-        for name, tensor in self._gathered():
-            if self.rank == 0 and name not in tied:
-                weights[name] = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
+    def open_door(self) -> str:
+        """The address at which the next `gather` sends weights.
+
+        Raises:
+            OSError: shared memory has no room for the ranks' buffers.
+        """
+        torch.cuda.empty_cache()  # an engine's weights come beside the trainer's
+        free, need = shutil.disk_usage(SHARED_MEMORY).free >> 20, self._bucket() * self.world_size
+        if free < need and not torch.cuda.is_available():
+            raise OSError(
+                f"trainer.weight_sync=memory needs {need} MiB in {SHARED_MEMORY}, which has {free} "
+                "left; make it larger (docker run --shm-size), or set trainer.weight_sync=file"
+            )
+        # Private, since what comes through it is unpickled; a socket's path has at most 107 bytes.
+        self.door = tempfile.TemporaryDirectory(prefix="lightning-ray-", dir="/tmp")
+        return f"ipc://{self.door.name}/door"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def gather(self, doors: Sequence[str], limit_s: float) -> None:
+        """Gathers the whole weights under their Hugging Face names. Rank 0 keeps them for `write`,
+        and the ranks that have one of the `doors` send them there."""
+        sends = self.rank < len(doors)
+        weights = self._whole(wanted=sends or self.rank == 0)
+        if sends:
+            shared = not torch.cuda.is_available()
+            transfer.send(doors[self.rank], weights, self._bucket(), limit_s, shared)
+        for _ in weights:  # if nobody took them: the other ranks cannot without this one
+            pass
+        if doors:
+            self.door.cleanup()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def write(self, path: Path) -> str | None:
+        """Writes the weights that `gather` kept; rank 0 returns their checksum."""
         if self.rank != 0:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
-        save_file(weights, partial, metadata={"format": "pt"})
+        save_file(self.kept, partial, metadata={"format": "pt"})
         os.replace(partial, path)
-        return checksum(weights)
+        digest = checksum(self.kept)
+        self.kept = {}
+        return digest
+
+    def _whole(self, wanted: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """What engines load, if `wanted`; else it is gathered only."""
+        self.kept = {}
+        tied = getattr(self.engine.module, "all_tied_weights_keys", {})
+        for name, tensor in self._gathered():
+            if wanted and name not in tied:
+                whole = tensor.detach().to(self.dtype).contiguous()
+                if self.rank == 0:
+                    self.kept[name] = whole.cpu()
+                yield name, whole
+
+    def _bucket(self) -> int:
+        """Size of the buffer in MiB. Shared memory must hold the largest tensor; by CUDA IPC verl
+        sends what is larger by itself."""
+        if torch.cuda.is_available():
+            return self.bucket_mib
+        largest = max(tensor.numel() for tensor in self.engine.module.state_dict().values())
+        return max(self.bucket_mib, largest * self.dtype.itemsize // 2**20 + 1)
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole weights one by one, adapters merged into them."""

@@ -32,9 +32,10 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.single_controller.ray.base import get_master_addr_port
 from verl.utils import tensordict_utils as tu
 
+from lightning_ray import cpu_platform
 from lightning_ray.config import RunConfig
 from lightning_ray.placement import Bundles, Device
-from lightning_ray.trainer import cpu_platform, loss, packing, verl_config
+from lightning_ray.trainer import loss, packing, verl_config
 from lightning_ray.trainer.packing import PackedRow
 from lightning_ray.trainer.policy_worker import PolicyWorker
 
@@ -95,8 +96,7 @@ class Trainer:
                 ray_cls_with_init=RayClassWithInitArgs(
                     ray.remote(num_cpus=bundles.trainer_cpus)(PolicyWorker),
                     settings,
-                    config.trainer.threads,
-                    config.run.seed,
+                    config,
                 ),
                 device_name="cuda" if self._gpu else "cpu",
                 use_gpu=self._gpu,
@@ -139,8 +139,32 @@ class Trainer:
     def export(self, path: Path) -> str:
         """Writes the weights, whole, in `model.dtype`, as one safetensors file; returns their
         checksum."""
-        with self._watched("exporting weights"):
-            return self._group.export(path.absolute(), self._config.model.dtype)[0]
+        self.gather()
+        return self.write(path)
+
+    def make_room(self) -> None:
+        """Moves the optimizer off the GPU, so that the weights of an engine have room there."""
+        if self._gpu:
+            with self._watched("offloading the optimizer"):
+                self._group.to("cpu", model=False, grad=False)
+
+    def open_doors(self) -> list[str]:
+        """Where the next `gather` can send weights, an address for each rank."""
+        with self._watched("preparing a weight sync"):
+            return self._group.open_door()
+
+    def gather(self, doors: Sequence[str] = (), limit_s: float = 0) -> None:
+        """Keeps the weights as they are for `write`; and the ranks, from the first on, send them
+        to `doors`, where engines wait for them. One that says nothing for `limit_s` seconds is left
+        out."""
+        with self._watched("gathering weights"):
+            self._group.gather(list(doors), limit_s)
+
+    def write(self, path: Path) -> str:
+        """Writes what `gather` kept, as one safetensors file; returns its checksum. The trainer may
+        sleep."""
+        with self._watched("writing weights"):
+            return self._group.write(path.absolute())[0]
 
     def save(self, folder: Path) -> None:
         """Writes the checkpoint: weights, optimizer, learning-rate schedule and random state, per
@@ -153,15 +177,15 @@ class Trainer:
         with self._watched("loading a checkpoint"):
             self._group.load_checkpoint(str(folder.absolute()))
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path) -> str:
         """Writes a Hugging Face folder that transformers and `vllm serve` load; replaces an older
-        one."""
+        one. Returns the weights' checksum."""
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(
             self._model_dir, partial, ignore=shutil.ignore_patterns(*WEIGHT_FILES, ".*")
         )
-        self.export(partial / "model.safetensors")
+        checksum = self.export(partial / "model.safetensors")
         about = json.loads((partial / "config.json").read_text())
         about.pop("torch_dtype", None)  # the older name of "dtype"
         about["dtype"] = self._config.model.dtype
@@ -170,6 +194,7 @@ class Trainer:
             shutil.copy(self._config.model.chat_template, partial / "chat_template.jinja")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
+        return checksum
 
     def sleep(self) -> None:
         """Moves weights and optimizer off the GPU, so that the engines have it. Save before, not

@@ -2,7 +2,8 @@
 
 verl knows accelerators only. This module registers a platform named "cpu" through verl's public
 registry and makes it the current one where torch sees no GPU. Workers load it through
-VERL_USE_EXTERNAL_MODULES; elsewhere importing anything of `lightning_ray.trainer` loads it first.
+VERL_USE_EXTERNAL_MODULES; elsewhere importing anything of `lightning_ray.trainer`, or
+`lightning_ray.engine.transfer`, loads it first.
 
 Invariants: nothing of verl is patched; where torch sees a GPU, importing this module changes
 nothing.
@@ -22,7 +23,7 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry, set_platform
 
 def _device_module() -> types.ModuleType:
     """`torch.cpu` and those names of `torch.cuda` that verl asks of any device module."""
-    module = types.ModuleType("lightning_ray.trainer.cpu_device")
+    module = types.ModuleType("lightning_ray.cpu_device")
     zero = ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
     nothing = ("empty_cache", "ipc_collect", "set_device", "reset_peak_memory_stats", "synchronize")
     answers: dict[str, Any] = dict.fromkeys(zero, 0) | dict.fromkeys(nothing)
