@@ -66,14 +66,19 @@ class WeightSync:
             self._trainer.gather()
         self._trainer.sleep()
         with ThreadPoolExecutor(1) as background:
-            written = background.submit(self._trainer.write, Path(policy.path))
+            written = background.submit(self._write, policy)
             if self._way is WeightSyncWay.FILE or verify:
                 written.result()
             self._stack.load(policy, written.result() if verify else None)
             opened = time.monotonic()
             written.result()
-        self._stack.remember(policy)
         for old in self._folder.glob("*.safetensors"):
             if old != Path(policy.path):
                 old.unlink()
         return opened
+
+    def _write(self, policy: Policy) -> str:
+        """Writes the file, and has engines that are started again read it; its checksum."""
+        digest = self._trainer.write(Path(policy.path))
+        self._stack.remember(policy)
+        return digest
