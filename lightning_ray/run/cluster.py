@@ -17,6 +17,8 @@ from lightning_ray.placement import Device, plan
 # Bytes of the object store of a local Ray: weights travel through files, only calls through the
 # store.
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
+# Seconds without Ray's head after which a local Ray's processes, and the run, end.
+HEADLESS_S = 15
 # Ray warns of ever-changing internals on stderr; a run's own messages would drown in it.
 _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -56,7 +58,11 @@ def connect(config: RunConfig) -> None:
         asked += config.rollout.concurrency * config.rollout.cpus + 1
         # A run starts more workers than Ray expects of two cores; it warns at five times this.
         workers = config.rollout.concurrency + 20
-        os.environ |= {"RAY_worker_maximum_startup_concurrency": str(max(8, workers // 4))}
+        os.environ |= {
+            "RAY_worker_maximum_startup_concurrency": str(max(8, workers // 4)),
+            # A head on this machine that does not answer is gone: no need to wait Ray's minute.
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEADLESS_S),
+        }
         _start_local(
             **common,
             num_cpus=max(os.cpu_count() or 1, round(asked + 0.5)),

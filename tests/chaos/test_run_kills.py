@@ -43,8 +43,6 @@ VICTIMS = [
     "ray::StoreActor", "ray::ServeReplica", "gcs_server", "a harness",
 ]  # fmt: skip
 MANY = 1000  # steps and restarts: the run goes on until the monkey is done
-# Seconds without Ray's head after which its processes end; Ray's 60 are for a head that comes back.
-HEADLESS_S = 15
 
 
 class Monkey:
@@ -133,24 +131,22 @@ def blows(dice: random.Random) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEADLESS_S))
-        monkey = Monkey(tmp_path_factory.mktemp("chaos") / "run")
-        try:
-            for number, blow in enumerate(list(blows(monkey.dice))):
-                # In turn: after a step, and mostly while it works, now and then while it starts.
-                if number % 2:
-                    before = monkey.steps()
-                    monkey.wait(lambda before=before: monkey.steps() > before)
-                elif monkey.dice.random() < 0.7:
-                    monkey.wait(monkey.works)
-                time.sleep(monkey.dice.uniform(0, 10))
-                for victim in blow:
-                    monkey.wait(lambda victim=victim: monkey.kill(victim))
-                    time.sleep(monkey.dice.uniform(0, 2))
-            monkey.finish()
-        finally:
-            monkey.run.kill()
+    monkey = Monkey(tmp_path_factory.mktemp("chaos") / "run")
+    try:
+        for number, blow in enumerate(list(blows(monkey.dice))):
+            # In turn: after a step, and mostly while it works, now and then while it starts.
+            if number % 2:
+                before = monkey.steps()
+                monkey.wait(lambda before=before: monkey.steps() > before)
+            elif monkey.dice.random() < 0.7:
+                monkey.wait(monkey.works)
+            time.sleep(monkey.dice.uniform(0, 10))
+            for victim in blow:
+                monkey.wait(lambda victim=victim: monkey.kill(victim))
+                time.sleep(monkey.dice.uniform(0, 2))
+        monkey.finish()
+    finally:
+        monkey.run.kill()
     print(f"{monkey.killed.total()} kills, started {monkey.starts} times")
     return monkey
 
