@@ -5,8 +5,9 @@ A Ray call takes each side about a millisecond of a slow core, and a model call 
 parcels there; to an actor on another node it sends them through Ray. Parcels are bytes, and what
 they mean is the actor's business.
 
-Invariants: each parcel gets its own answer or error; none is sent twice, so the sender decides what
-a lost line means; nothing is read from a caller who does not begin with the token that Ray brought.
+Invariants: each parcel gets its own answer or error; it is sent again only if the actor was lost,
+and only where that is asked for; nothing is read from a caller who does not begin with the token
+that Ray brought.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import socket
 import struct
 import sys
 import traceback
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 from typing import Any
 
 import ray
 
-# Bytes of the token with which a line begins: 128 bits.
+# Bytes of the token with which a line begins: 128 bits, and seconds within which it comes.
 TOKEN_BYTES = 16
+TOKEN_S = 10.0
 # Before each parcel and each answer: its length, and the parcel's number on this line.
 _HEAD = struct.Struct("<II")
 # The first byte of an answer.
@@ -51,13 +54,13 @@ class LineEnd:
         if sys.platform != "linux" or node_id != ray.get_runtime_context().get_node_id():
             return None
         if self._line is None:
-            # An abstract socket: a process that is killed leaves no file, and a harness in its
-            # sandbox, whose network is its own, cannot see it.
-            address, token = f"\0lightning_ray-{secrets.token_hex(8)}", secrets.token_bytes(16)
+            # An abstract socket: a process that is killed leaves no file.
+            address = f"\0lightning_ray-{uuid.uuid4().hex}"
+            token, answer = secrets.token_bytes(TOKEN_BYTES), getattr(self, self.LINE)
+            self._listening = await asyncio.get_running_loop().create_unix_server(
+                lambda: _Server(answer, token), address
+            )
             self._line = address, token
-            answer = getattr(self, self.LINE)
-            loop = asyncio.get_running_loop()
-            self._listening = await loop.create_unix_server(lambda: _Server(answer, token), address)
         return self._line
 
 
@@ -101,16 +104,16 @@ class Line:
         if line is None:  # it stays on its node when it is started again
             self._open = self._client = None
             return None
+        address, token = line
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(line[0])  # at once; uvloop knows no abstract addresses
+            connection.connect(address)  # at once; uvloop knows no abstract addresses
+            connection.send(token)
         except OSError as error:
             raise LineLost(f"the actor ended as it was called: {error}") from error
         loop = asyncio.get_running_loop()
-        _, client = await loop.create_unix_connection(_Client, sock=connection)
-        client.begin(line[1])
-        self._client = client
-        return client
+        _, self._client = await loop.create_unix_connection(_Client, sock=connection)
+        return self._client
 
 
 class _Frames(asyncio.Protocol):
@@ -147,6 +150,10 @@ class _Server(_Frames):
         self._answer, self._token, self._known = answer, token, False
         self._answering: set[asyncio.Task[None]] = set()
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._late = asyncio.get_running_loop().call_later(TOKEN_S, self._transport.abort)
+
     def data_received(self, data: bytes) -> None:
         self._received += data
         if not self._known:
@@ -157,6 +164,7 @@ class _Server(_Frames):
                 return
             del self._received[:TOKEN_BYTES]
             self._known = True
+            self._late.cancel()
         for number, body in self._frames():
             name, _, parcel = body.partition(b"\0")
             task = asyncio.create_task(self._serve(number, name.decode(), parcel))
@@ -168,7 +176,8 @@ class _Server(_Frames):
             answer = (_RESULT, await self._answer(name, parcel))
         except Exception as error:
             answer = (_ERROR, pickle.dumps(portable(error)))
-        self._write(number, *answer)
+        if not self._transport.is_closing():  # else the caller is gone
+            self._write(number, *answer)
 
 
 class _Client(_Frames):
@@ -177,10 +186,9 @@ class _Client(_Frames):
         self.lost = False
         self._numbers, self._waiting = count(), dict[int, asyncio.Future[bytes]]()
 
-    def begin(self, token: bytes) -> None:
-        self._transport.write(token)
-
     async def send(self, name: str, parcel: bytes) -> bytes:
+        if self.lost:
+            raise LineLost("the actor's process ended")
         number = next(self._numbers) & 0xFFFFFFFF
         answered = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._write(number, name.encode(), b"\0", parcel)
@@ -195,7 +203,7 @@ class _Client(_Frames):
             if body[:1] == _RESULT:
                 answered.set_result(body[1:])
             else:
-                answered.set_exception(pickle.loads(body[1:]))
+                answered.set_exception(_unpacked(body[1:]))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -203,6 +211,14 @@ class _Client(_Frames):
             if not answered.done():
                 answered.set_exception(LineLost("the actor's process ended"))
         self._waiting.clear()
+
+
+def _unpacked(error: bytes) -> Exception:
+    try:
+        unpacked: Exception = pickle.loads(error)
+    except Exception as unknown:
+        return RuntimeError(f"the actor raised what is not known here: {unknown}")
+    return unpacked
 
 
 def portable(error: BaseException) -> BaseException:

@@ -146,7 +146,8 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
             f"{config.engine_workers} engine workers (engine.count x engine.tensor_parallel), and "
             f"trainer.ranks={config.trainer.ranks}; raise trainer.ranks, or use file"
         )
-    if config.trainer.weight_sync == "file" and config.trainer.weight_sync_mib != 256:
+    sized = "weight_sync_mib" in config.trainer.model_fields_set
+    if config.trainer.weight_sync == "file" and sized:
         yield "trainer.weight_sync_mib has no effect with weight_sync=file"
     yield from _schedule_contradictions(config)
     if config.rollout.sandbox == "none":

@@ -91,6 +91,11 @@ class Policy:
         return Policy(data["path"], PolicyVersion(data["lineage"], data["step"]))
 
 
+def asleep(pointer: Path) -> Path:
+    """The file that is there while engines must not start by themselves."""
+    return pointer.with_name("asleep")
+
+
 def environment(config: RunConfig, on_gpu: bool) -> dict[str, str]:
     """Environment variables of an engine's process."""
     if on_gpu:
@@ -164,6 +169,8 @@ class EngineActor(Exchange):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        while self._llm is None and asleep(self._pointer).exists():
+            await asyncio.sleep(POLL_S)  # started again during an update: the trainer has the GPU
         await self.ready()
         async with self._door.inside():
             made = Partial(stop, self._llm.get_tokenizer().decode)
@@ -226,7 +233,7 @@ class EngineActor(Exchange):
             RuntimeError: see `load_policy`.
             EngineDead: vLLM does not run; or they did not come, and the process ends.
         """
-        if self._llm is None:
+        if self._llm is None or self._usable.is_set():  # a drained one is not usable
             raise EngineDead("it was started again during the update")
         self._check_drained()
         self._usable.clear()

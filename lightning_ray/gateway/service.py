@@ -187,7 +187,7 @@ class Service:
             return
         opening, _ = opened.result()
         if opening and opening.verdict is Verdict.ANSWER:
-            self._tell(self._store.drop_call.remote(attempt_id, opening.claim_id))
+            self._tell("drop_call", attempt_id, opening.claim_id)
 
     # -- sampling -------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Service:
         try:
             plan = self._planner.plan(request, memory, headers)
         except ApiError:
-            self._tell(self._store.drop_call.remote(attempt_id, opening.claim_id))
+            self._tell("drop_call", attempt_id, opening.claim_id)
             raise
         head = Head(uuid.uuid4().hex, int(time.time()), len(plan.prompt))
         if self._alive is None or self._alive.done():
@@ -236,11 +236,11 @@ class Service:
             )
             seqs = await self._record((calls, claim_id))
         except BaseException as error:
-            self._tell(self._store.drop_call.remote(attempt_id, claim_id))
+            self._tell("drop_call", attempt_id, claim_id)
             if isinstance(error, ValueError):
                 raise ApiError(400, f"The engine refuses this request: {error}") from error
             if isinstance(error, Exception) and not isinstance(error, ApiError | AttemptOver):
-                self._tell(self._store.record_fault.remote(attempt_id, 503))
+                self._tell("record_fault", attempt_id, 503)
             if isinstance(error, NoEngine | OSError):
                 raise ApiError(503, f"Try again: {error}", code="unavailable") from error
             raise
@@ -354,19 +354,20 @@ class Service:
         return orjson.dumps(dialect.respond(request, answer))
 
     def _detach(self, attempt_id: str, claim_id: int) -> None:
-        self._tell(self._store.detach_call.remote(attempt_id, claim_id))
+        self._tell("detach_call", attempt_id, claim_id)
 
     # -- housekeeping ---------------------------------------------------------------------------
 
-    async def _packed(self, method: str, items: list[Any]) -> Any:
-        return pickle.loads(await self._line.send(method, pickle.dumps(items, 5)))
+    async def _packed(self, method: str, *args: Any) -> Any:
+        return pickle.loads(await self._line.send(method, pickle.dumps(args, 5)))
 
-    def _tell(self, message: Any) -> None:
-        """Sends a message to the store without waiting for it."""
+    def _tell(self, method: str, *args: Any) -> None:
+        """Sends the store a message without waiting for it: on the line, so that none that is sent
+        later overtakes it."""
 
         async def sent() -> None:
             with contextlib.suppress(OSError, ray.exceptions.RayActorError):
-                await message
+                await self._packed(method, *args)
 
         task = asyncio.ensure_future(sent())
         self._tasks.add(task)

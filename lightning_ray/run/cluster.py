@@ -14,8 +14,7 @@ from lightning_ray.config import RunConfig
 from lightning_ray.gateway import deploy
 from lightning_ray.placement import Device, plan
 
-# Bytes of the object store of a local Ray: weights travel through files, only calls through the
-# store.
+# Bytes of the object store of a local Ray: batches go through it, weights do not.
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
 # Seconds without Ray's head after which a local Ray's processes, and the run, end.
 HEADLESS_S = 15

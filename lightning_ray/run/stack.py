@@ -103,6 +103,7 @@ class Stack:
             GatewayStartError: the port is taken.
         """
         self.pointer.unlink(missing_ok=True)
+        engine_actor.asleep(self.pointer).unlink(missing_ok=True)
         on_gpu = bundles.device is Device.GPU
         for number in range(self.config.engine.count):
             options = bundles.engine_options(number)
@@ -139,6 +140,7 @@ class Stack:
         seconds are interrupted (None: all are waited for). Then frees the engines' GPU memory.
         Returns how it went in each engine, and how the rollouts stood."""
         self._wait.get(self.store.close_gate.remote(), "closing the gate")
+        engine_actor.asleep(self.pointer).touch()
         drained = self._engines("drain", within_s, what="waiting for model calls to end")
         status = self._controlled("status")
         self._engines("sleep", what="putting the engines to sleep")
@@ -182,6 +184,7 @@ class Stack:
                     f"the trainer wrote {checksum}; "
                     "the disk or memory is faulty"
                 )
+        engine_actor.asleep(self.pointer).unlink(missing_ok=True)
         self._wait.get(self.store.open_gate.remote(), "opening the gate")
 
     def remember(self, policy: Policy) -> None:

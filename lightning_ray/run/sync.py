@@ -23,8 +23,8 @@ from lightning_ray.records import PolicyVersion
 from lightning_ray.run.stack import Stack
 from lightning_ray.trainer.trainer import Trainer
 
-# Longest silence between a trainer rank and its engine worker, in seconds: a bucket takes one, the
-# first waits until the ranks have begun to gather and the engine is awake.
+# Longest time that a trainer rank waits for its engine worker, in seconds: a bucket takes one, the
+# first waits until the engine is awake.
 SILENCE_S = 60.0
 
 
@@ -36,7 +36,7 @@ class WeightSync:
     ) -> None:
         self._config, self._way, self._folder = config, way, folder
         self._trainer, self._stack = trainer, stack
-        # Less than what all else may wait, so that a lost engine does not count as a lost trainer.
+        # Thrice this is less than what all else may wait: a lost engine is no lost trainer.
         self._silence_s = min(SILENCE_S, config.run.wait_timeout_s / 4)
         if way is WeightSyncWay.MEMORY:
             trainer.open_doors()  # what cannot work is said here, not after the first update
@@ -52,13 +52,15 @@ class WeightSync:
             RunError: see `Stack.load`.
         """
         policy, verify = self.policy(version), self._config.engine.verify_sync
+        Path(policy.path).unlink(missing_ok=True)  # of a step that was rolled back
         if self._way is WeightSyncWay.MEMORY:
             self._trainer.make_room()
             doors = self._trainer.open_doors()[: self._config.engine_workers]
             self._stack.feed(
                 version,
                 doors,
-                self._silence_s,
+                # While a rank waits in vain for its engine, the others wait for the rank.
+                3 * self._silence_s,
                 verify,
                 lambda: self._trainer.gather(doors, self._silence_s),
             )

@@ -96,9 +96,9 @@ class StoreActor(LineEnd):
 
     # -- the gateway's side ---------------------------------------------------------------------
 
-    async def packed(self, method: str, argument: bytes) -> bytes:
-        """Another method's result for one argument, both as pickles: what a `Line` carries."""
-        return pickle.dumps(await getattr(self, method)(pickle.loads(argument)), 5)
+    async def packed(self, method: str, arguments: bytes) -> bytes:
+        """Another method's result, as a pickle like its arguments: what a `Line` carries."""
+        return pickle.dumps(await getattr(self, method)(*pickle.loads(arguments)), 5)
 
     async def open_calls(
         self, asked: list[Asked]

@@ -99,7 +99,8 @@ class Monkey:
         return process_of(self.run.pid, victim)
 
     def start(self, steps: int) -> None:
-        self.run = start(self.run_dir, self.log, f"run.steps={steps}", f"run.restarts={MANY}")
+        settings = [f"run.steps={steps}", f"run.restarts={MANY}", "trainer.weight_sync=memory"]
+        self.run = start(self.run_dir, self.log, *settings)
         self.starts += 1
 
     def finish(self) -> None:
