@@ -10,7 +10,6 @@ library, so that starting it costs little.
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import os
@@ -18,7 +17,6 @@ import random
 import re
 import sys
 import time
-from urllib.parse import urlsplit
 
 TURNS = 4
 MEDIAN_S = float(os.environ.get("SLEEPY_MEDIAN_S", "1"))
@@ -35,6 +33,10 @@ def sleeps(seed: str, attempt: str) -> list[float]:
 
 
 def agent() -> None:
+    # Here, so that the grader does not pay for them.
+    import http.client
+    from urllib.parse import urlsplit
+
     work, url = json.loads(sys.stdin.read()), urlsplit(os.environ["BASE_URL"])
     system = {"role": "system", "content": work["system"]}
     for statement, seconds in zip(

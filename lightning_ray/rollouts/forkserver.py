@@ -2,8 +2,9 @@
 
 Like multiprocessing's fork server, but for whole programs. The server imports the modules of a
 recipe's `preload` and then forks a supervisor (`supervisor.py`) for each attempt, which in turn
-forks the program and runs its script as `__main__`, unchanged. A process that uses the server holds
-a connection to it; the server ends when the last one is gone.
+forks the program and runs its script as `__main__`, unchanged. A server without modules has its
+supervisors execute programs of any kind. A process that uses a server holds a connection to it; the
+server ends when the last one is gone.
 
 Invariants: the harness's own code is run anew in every attempt, with the attempt's environment,
 folder, arguments and random state, and exits as if it had been executed; only the same user can
@@ -49,8 +50,10 @@ class Preload:
 
     @property
     def address(self) -> bytes:
-        """Of its socket, in Linux's abstract namespace: no file, gone with the server."""
-        identity = f"{os.getuid()} {self!r}"
+        """Of its socket, in Linux's abstract namespace: no file, gone with the server. Containers
+        may share that namespace, and do not share a server."""
+        inside = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "pid", "user")]
+        identity = f"{os.getuid()} {inside} {self!r}"
         return b"\0lightning_ray-" + hashlib.sha256(identity.encode()).hexdigest()[:32].encode()
 
 
@@ -152,7 +155,7 @@ def _serve(name: str, modules: list[str]) -> None:
     for target, source in enumerate(streams):
         os.dup2(source, target)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    supervisor.supervise(_launcher())
+    supervisor.supervise(_launcher() if modules else supervisor.execute)
 
 
 def _accept(listener: socket.socket) -> list[int] | None:

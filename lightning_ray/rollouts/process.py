@@ -1,8 +1,8 @@
 """Runs one untrusted program on this machine, within limits, and leaves nothing of it behind.
 
-`run` has a small supervisor process start the program, watch it and report (`supervisor.py`):
-either a fresh one, or one forked from an interpreter that has imported what the program needs
-(`forkserver.py`).
+`run` has a small supervisor process start the program, watch it and report (`supervisor.py`). It is
+forked from a warm interpreter (`forkserver.py`): ours, or one that has imported what the program
+needs.
 
 Invariants: when `run` returns or raises, no process of the program is alive (should something have
 killed the supervisor itself, those that still carry the attempt's marker in their environment or
@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -35,6 +34,8 @@ from lightning_ray.rollouts.supervisor import EndedBy, Limits
 __all__ = ["EndedBy", "ExitReport", "Limits", "Sandbox", "base_environment", "marked", "run"]
 
 MARKER = "LIGHTNING_RAY_ATTEMPT"
+# Has nothing but the supervisor, which takes a tenth of a second to start otherwise.
+PLAIN = Preload(sys.executable, (), ())
 _TAIL_CHARS = 2000  # what a person wants to see of a log in an error message
 _CALLER_POLL_S = 0.2  # Ray cancels a task by an exception that does not interrupt a system call
 
@@ -125,7 +126,7 @@ def run(
         "port": sandbox and sandbox.gateway and sandbox.gateway[1],
     }
     started = time.monotonic()
-    orders, reports, child = _start_supervisor(preload)
+    orders, reports = _start_supervisor(preload or PLAIN)
     facts: dict[str, Any] | None = None
     relay: Relay | None = None
     try:
@@ -143,8 +144,6 @@ def run(
             relay.close()
         reports.read()  # to its end: the supervisor is gone, and with it all that it watched
         reports.close()
-        if child:
-            child.wait()
         if facts is None:
             _sweep(attempt_id)
     facts = facts or {"ended_by": EndedBy.LOST, "seconds": time.monotonic() - started}
@@ -167,25 +166,12 @@ def _listener(orders: socket.socket) -> socket.socket | None:
     return socket.socket(fileno=fds[0]) if fds else None
 
 
-def _start_supervisor(
-    preload: Preload | None,
-) -> tuple[socket.socket, BinaryIO, subprocess.Popen[bytes] | None]:
-    """Its stdin, its stdout, and the process where it is a child of ours."""
+def _start_supervisor(preload: Preload) -> tuple[socket.socket, BinaryIO]:
+    """Its stdin and its stdout."""
     orders, order_end = socket.socketpair()
     reports, report_end = os.pipe()
-    child = None
     try:
-        if preload:
-            forkserver.fork(preload, order_end.fileno(), report_end)
-        else:
-            child = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", supervisor.__file__],
-                stdin=order_end.fileno(),
-                stdout=report_end,
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
+        forkserver.fork(preload, order_end.fileno(), report_end)
     except BaseException:
         orders.close()
         os.close(reports)
@@ -193,7 +179,7 @@ def _start_supervisor(
     finally:
         order_end.close()
         os.close(report_end)
-    return orders, os.fdopen(reports, "rb"), child
+    return orders, os.fdopen(reports, "rb")
 
 
 def base_environment(home: Path, tmp: Path) -> dict[str, str]:

@@ -6,8 +6,9 @@ that everything is dead. It ends everything as soon as its stdin, a socket, clos
 the caller ends the program too; the program in turn dies with the supervisor. If the order says so,
 the program runs in a sandbox (`box.py`), whose listening socket goes to the caller through stdin.
 
-Standard library only: this file runs as a script of its own (`process.py`) and inside the Python of
-a harness (`forkserver.py`). What the program uses is looked at from time to time (`usage.py`).
+What it uses is looked at from time to time (`usage.py`).
+
+Standard library only: this file runs in any Python, also that of a harness (`forkserver.py`).
 """
 
 from __future__ import annotations
@@ -315,7 +316,3 @@ def _kill_all() -> None:
 def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
-
-
-if __name__ == "__main__":
-    supervise(execute)
