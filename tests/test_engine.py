@@ -120,6 +120,7 @@ def sync(engine, trainer, folder, step: int) -> None:
 def sync_from_memory(engine, trainer, folder, step: int) -> None:
     policy = Policy(str(folder / f"memory-{step}.safetensors"), PolicyVersion("l", step))
     doors = trainer.open_doors()
+    ray.get(engine.drain.remote())
     taking = engine.receive_policy.remote(policy.version, doors, 20.0, True)
     trainer.gather(doors, 20.0)
     ray.get(taking)

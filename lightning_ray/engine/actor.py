@@ -227,16 +227,15 @@ class EngineActor(Exchange):
         self, version: PolicyVersion, doors: Sequence[str], limit_s: float, verify: bool
     ) -> None:
         """Takes the weights of `version` that trainer ranks send to `doors`, one for each vLLM
-        worker; `load_policy` then puts them to use, and no call is served before.
+        worker, into a drained engine; `load_policy` then puts them to use, and no call is served
+        before.
 
         Raises:
-            RuntimeError: see `load_policy`.
-            EngineDead: vLLM does not run; or they did not come, and the process ends.
+            EngineDead: it is not drained, since it was started again meanwhile; or they did not
+                come, and the process ends.
         """
         if self._llm is None or self._usable.is_set():  # a drained one is not usable
             raise EngineDead("it was started again during the update")
-        self._check_drained()
-        self._usable.clear()
         try:
             await self._wake("weights")
             digests = await self._llm.collective_rpc(
