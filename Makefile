@@ -37,8 +37,9 @@ train: $(FETCHED) ## train the small model on the embedded tasks (ARGS="trainer.
 test: $(FETCHED) ## the test suite (ARGS="-k name")
 	@$(BIN)/python -m pytest -q -m "not slow and not demand" $(ARGS)
 
+# Two files at a time: each waits for its processes half of the time.
 test-slow: $(FETCHED) ## tests with real engines, trainers and clusters
-	@$(BIN)/python -m pytest -q -m "slow and not demand" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow and not demand" $(ARGS)
 
 test-demand: $(FETCHED) ## slow tests that CI leaves out, since others show the same
 	@$(BIN)/python -m pytest -q -m demand $(ARGS)
