@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import ray
+from runs import process_of
 
 from lightning_ray.config import RunConfig
 from lightning_ray.records import (
@@ -275,10 +275,8 @@ def test_a_lost_worker_costs_an_attempt_and_a_cancelled_harness_dies(
 ) -> None:
     run = Run(tmp_path, rollout={"retries": 1, "concurrency": 1})
     run.submit(first="sleep", second="sleep")
-    # Two steps up from the harness: its supervisor, then the Ray worker.
-    harness = run.harness_pid("first-a0")
-    worker = parent(parent(harness))
-    os.kill(worker, signal.SIGKILL)
+    run.harness_pid("first-a0")
+    process_of(os.getpid(), "ray::run_attempt").kill()
     again = run.harness_pid("first-a1")
     assert process.marked("first-a0") == []
     ray.get(run.controller.cancel.remote(["first"]))
@@ -320,11 +318,6 @@ def test_a_store_that_fails_stops_the_run_instead_of_losing_rollouts(
     ray.kill(run.store)
     with pytest.raises(ray.exceptions.RayError):
         run.wait(1)
-
-
-def parent(pid: int) -> int:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat[stat.rindex(")") + 2 :].split()[1])
 
 
 # -- one attempt, without a cluster ----------------------------------------------------------------
