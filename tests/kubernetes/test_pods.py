@@ -343,7 +343,8 @@ def test_no_more_jobs_at_a_time_than_the_cap(site) -> None:
         most = max(most, len(alive))
     assert 10 <= most <= 20
     assert {one.outcome for one in ended.values()} == {Outcome.LAUNCH_FAULT}
-    assert all("0 model calls" in one.detail for one in ended.values())
+    others = [one.detail for one in ended.values() if "0 model calls" not in one.detail]
+    assert not others
 
 
 def test_what_somebody_deletes_is_a_lost_node_and_no_harness_runs_twice(site, flags) -> None:
