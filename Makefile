@@ -52,7 +52,7 @@ test-demand: $(FETCHED) ## slow tests that CI leaves out, since others show the 
 # 220 of the store, 220 of the gateway, 7 rounds of nine processes of a run.
 chaos: export LIGHTNING_RAY_CHAOS_KILLS ?= 220
 chaos: export LIGHTNING_RAY_CHAOS_ROUNDS ?= 7
-chaos: $(FETCHED) ## 500 kills: store, gateway, all processes of a run (45 minutes; ARGS=...)
+chaos: $(FETCHED) ## 500 kills: store, gateway, all processes of a run (about an hour; ARGS=...)
 	@$(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
 
 lint: $(READY) ## ruff and mypy

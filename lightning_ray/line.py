@@ -110,6 +110,7 @@ class Line:
             connection.connect(address)  # at once; uvloop knows no abstract addresses
             connection.send(token)
         except OSError as error:
+            connection.close()
             raise LineLost(f"the actor ended as it was called: {error}") from error
         loop = asyncio.get_running_loop()
         _, self._client = await loop.create_unix_connection(_Client, sock=connection)

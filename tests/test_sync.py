@@ -3,6 +3,7 @@ That the weights are right is tested with real engines in `test_engine.py`."""
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -10,11 +11,13 @@ import stat
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import zmq
 
 from lightning_ray.config import ConfigError, load
+from lightning_ray.engine.actor import EngineActor, asleep
 from lightning_ray.engine.transfer import receive, send
 from lightning_ray.placement import Device, WeightSyncWay, weight_sync_way
 from lightning_ray.records import PolicyVersion
@@ -103,6 +106,27 @@ def test_the_trainer_leaves_the_gpu_before_the_engines_go_on(way, verify, order,
     sync.hand_over(PolicyVersion("l", 2))
     assert diary.said == order
     assert not list(tmp_path.iterdir())  # the weights before are of no use any more
+
+
+async def test_an_engine_that_is_started_again_during_an_update_leaves_the_gpu_to_the_trainer(
+    tmp_path,
+):
+    class Started(Exception):
+        """vLLM would start here."""
+
+    class Engine(EngineActor):
+        async def ready(self):
+            raise Started
+
+    pointer = tmp_path / "policy.json"
+    asleep(pointer).touch()
+    engine = Engine(load(None, []), "", str(pointer), PolicyVersion("l", 0), on_gpu=True)
+    call = asyncio.create_task(engine.generate(np.arange(3), temperature=1.0, max_tokens=1))
+    done, _ = await asyncio.wait([call], timeout=0.3)
+    assert not done
+    asleep(pointer).unlink()
+    with pytest.raises(Started):
+        await asyncio.wait_for(call, 10)
 
 
 def weights(count=16, until=None):
