@@ -210,15 +210,24 @@ def test_an_edited_history_is_a_named_branch(gateway):
 @pytest.mark.parametrize("path", ["replica", "serve proxy"])
 def test_a_client_that_lost_its_connection_gets_the_same_answer_again(gateway, path):
     """HAProxy sends calls through Serve's own proxy while it thinks that no replica is up; there a
-    request is a Ray task, and Ray cancels what a cancelled task has asked for."""
+    request is a Ray task, and Ray cancels what a cancelled task has asked for. The body comes after
+    the headers: HAProxy must see that the client leaves."""
     attempt = gateway.attempt()
     say(gateway, "first", "second", seconds=6.0)
     body = {"model": "m", "messages": HELLO}
+    encoded = json.dumps(body).encode()
+
+    def slowly():
+        yield encoded[:10]
+        time.sleep(0.1)
+        yield encoded[10:]
+
     base = gateway.url if path == "replica" else serve_proxy(gateway.url)
     url = f"{base}/rollout/{attempt}/v1/chat/completions"
     key = {"authorization": "Bearer secret"}
+    length = {"content-length": str(len(encoded)), "content-type": "application/json"}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(url, json=body, headers=key, timeout=1.5)
+        httpx.post(url, content=slowly(), headers=key | length, timeout=1.5)
     time.sleep(2.5)  # the gateway notices that nobody listens, also on a busy machine
     reply = httpx.post(url, json={**body, "stream": False}, headers=key, timeout=30)
     assert reply.json()["choices"][0]["message"]["content"] == "first"

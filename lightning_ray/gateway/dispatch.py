@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning_ray.gateway.dialects import (
     Dialect,
@@ -33,11 +33,7 @@ _PATH = re.compile(f"/rollout/([^/]+)/v1/({'|'.join(DIALECTS)})")
 
 class Dispatch:
     """The ASGI application of a replica. `call` answers a model call, and `bug` one that it failed
-    to answer.
-
-    Closes the connection after each answer: on a connection that it uses again, HAProxy 2.8 does
-    not pass on that a client has left, and its call would never be seen as one to be repeated. The
-    clients' own connections to HAProxy stay open."""
+    to answer."""
 
     def __init__(
         self,
@@ -48,22 +44,17 @@ class Dispatch:
         self._app, self._call, self._bug = app, call, bug
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def closing(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"connection", b"close")]
-            await send(message)
-
         model_call = (
             _PATH.fullmatch(scope["path"])
             if scope["type"] == "http" and scope["method"] == "POST"
             else None
         )
         if model_call is None:
-            await self._app(scope, receive, closing)
+            await self._app(scope, receive, send)
             return
         request = Request(scope, receive)
         try:
             response = await self._call(DIALECTS[model_call[2]], model_call[1], request)
         except Exception as error:
             response = await self._bug(request, error)
-        await response(scope, receive, closing)
+        await response(scope, receive, send)
