@@ -1,19 +1,22 @@
 """Where engines and trainer ranks live: the same bundles, two tenants.
 
 `plan` says which bundles a run asks of Ray: one per GPU, or one share of CPU where there is none.
-`reserve` asks for them as a placement group (STRICT_PACK: all on one node) and waits a bounded
-time. `Bundles` then hands out the two tenancies: actor options for an engine, a verl resource pool
-for the ranks.
+`reserve` asks for them, as a placement group for each node (STRICT_PACK: all of it on one), and
+waits a bounded time. `Bundles` then hands out the two tenancies: actor options for an engine, a
+verl resource pool for the ranks.
 
 Invariants: a trainer rank and an engine fit into a bundle together and see the same GPU; a third
-tenant of either kind does not fit; without GPUs one rank and one engine leave most of two CPUs to
-harnesses.
+tenant of either kind does not fit; an engine is on one node; without GPUs one rank and one engine
+leave most of two CPUs to harnesses.
 """
 
 from __future__ import annotations
 
+import secrets
+import time
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -87,20 +90,20 @@ def plan(config: RunConfig, device: Device) -> list[dict[str, float]]:
             f"engine.tensor_parallel={engine.tensor_parallel} needs GPUs and the cluster has none; "
             "set it to 1"
         )
-    count = max(config.trainer.ranks, config.engine_workers)
     one = {"CPU": CPU_BUNDLE_CPUS} if device is Device.CPU else {"GPU": 1.0, "CPU": GPU_BUNDLE_CPUS}
-    return [dict(one) for _ in range(count)]
+    return [dict(one) for _ in range(config.bundles)]
 
 
 def describe(config: RunConfig, device: Device) -> str:
     """What a run asks of the cluster, for people (`--dry-run`)."""
     bundles, engine, rollout = plan(config, device), config.engine, config.rollout
     each = ", ".join(f"{amount:g} {name}" for name, amount in bundles[0].items())
-    cpus = sum(bundle["CPU"] for bundle in bundles)
+    cpus, nodes = sum(bundle["CPU"] for bundle in bundles), config.run.nodes
     return "\n".join(
         [
             f"device    {device}",
-            f"bundles   {len(bundles)} x ({each}), all on one node",
+            f"bundles   {len(bundles)} x ({each}), "
+            + ("all on one node" if nodes == 1 else f"{len(bundles) // nodes} on each of {nodes}"),
             f"trainer   {config.trainer.ranks} rank(s), {TRAINER_SHARE:g} of a bundle each",
             f"engines   {engine.count} x tensor-parallel {engine.tensor_parallel}, "
             + (
@@ -124,14 +127,20 @@ def reserve(config: RunConfig, device: Device | None = None, wait_s: float = WAI
     """
     device = device or detect()
     shapes = plan(config, device)
-    group = placement_group(shapes, strategy="STRICT_PACK")
-    if group.wait(wait_s):
-        return Bundles(group, device, tuple(shapes), config.engine.tensor_parallel)
-    remove_placement_group(group)
+    each = len(shapes) // config.run.nodes
+    groups = [
+        placement_group(shapes[:each], strategy="STRICT_PACK") for _ in range(config.run.nodes)
+    ]
+    deadline = time.monotonic() + wait_s
+    if all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
+        return Bundles(tuple(groups), device, shapes[0], each, config.engine.tensor_parallel)
+    for group in groups:
+        remove_placement_group(group)
     has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
     free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+    where = "one node" if len(groups) == 1 else f"each of {len(groups)} nodes"
     raise PlacementError(
-        f"asked one node for {len(shapes)} bundles of {shapes[0]} and waited {wait_s:g} s; the "
+        f"asked {where} for {each} bundles of {shapes[0]} and waited {wait_s:g} s; the "
         f"cluster has {has} in all, of which {free} is free. Lower trainer.ranks, engine.count or "
         "engine.tensor_parallel, end what else uses the cluster, or add a node that has this much"
     )
@@ -139,30 +148,57 @@ def reserve(config: RunConfig, device: Device | None = None, wait_s: float = WAI
 
 @dataclass(frozen=True)
 class Bundles:
-    """The reserved bundles of one node. Several nodes would be several placement groups."""
+    """The reserved bundles, all alike: `each` of them in every group, and so on a node. They are
+    numbered through the groups."""
 
-    group: PlacementGroup
+    groups: tuple[PlacementGroup, ...]
     device: Device
-    shapes: tuple[dict[str, float], ...]
+    shape: dict[str, float]
+    each: int
     tensor_parallel: int
 
     def strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         """Puts a task or an actor into `bundle`."""
+        group, index = divmod(bundle, self.each)
         return PlacementGroupSchedulingStrategy(
-            placement_group=self.group, placement_group_bundle_index=bundle
+            placement_group=self.groups[group], placement_group_bundle_index=index
         )
+
+    def check_shared(self, run_dir: Path, model_dir: Path) -> None:
+        """Looks from every node for what the run keeps in files.
+
+        Raises:
+            PlacementError: a node does not see one of the folders as this process does.
+        """
+        if len(self.groups) == 1:
+            return
+        mark = run_dir / f"seen-{secrets.token_hex(8)}"
+        mark.touch()
+        try:
+            for group in range(len(self.groups)):
+                place = self.strategy(group * self.each)
+                look = _unseen.options(num_cpus=0, scheduling_strategy=place)
+                node, unseen = ray.get(look.remote({run_dir: mark, model_dir: model_dir}))
+                if unseen:
+                    raise PlacementError(
+                        f"the node {node} does not see {unseen[0]}: with run.nodes="
+                        f"{len(self.groups)} the run directory and the model's folder must be on "
+                        "storage that all nodes mount at the same path"
+                    )
+        finally:
+            mark.unlink()
 
     @property
     def trainer_cpus(self) -> float:
         """CPUs of one trainer rank."""
-        return self.shapes[0]["CPU"] * TRAINER_SHARE
+        return self.shape["CPU"] * TRAINER_SHARE
 
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Actor options for engine number `engine`."""
         if self.tensor_parallel == 1:
             return {
-                "num_cpus": self.shapes[engine]["CPU"] * ENGINE_SHARE,
-                "num_gpus": self.shapes[engine].get("GPU", 0) * ENGINE_SHARE,
+                "num_cpus": self.shape["CPU"] * ENGINE_SHARE,
+                "num_gpus": self.shape.get("GPU", 0) * ENGINE_SHARE,
                 "scheduling_strategy": self.strategy(engine),
             }
         first = engine * self.tensor_parallel
@@ -188,17 +224,18 @@ class Bundles:
         from verl.single_controller.ray.base import SubRayResourcePool
 
         return SubRayResourcePool(
-            placement_groups=[self.group],
+            placement_groups=list(self.groups),
             start_bundle_index=0,
             subgroup_world_size=ranks,
-            process_on_nodes=[ranks],
+            process_on_nodes=[min(self.each, ranks)] * len(self.groups),
             use_gpu=self.device is Device.GPU,
             max_colocate_count=round(1 / TRAINER_SHARE),
         )
 
     def remove(self) -> None:
         """Gives the bundles back; actors in them are killed."""
-        remove_placement_group(self.group)
+        for group in self.groups:
+            remove_placement_group(group)
 
     def _place(self, bundle: int) -> ray.ObjectRef:
         return _where.options(
@@ -211,3 +248,10 @@ def _where() -> tuple[str, str]:
     """Node id and GPU id of the bundle this task runs in."""
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_accelerator_ids()["GPU"][0]
+
+
+@ray.remote
+def _unseen(marks: dict[Path, Path]) -> tuple[str, list[Path]]:
+    """The node that this task runs on, and the folders whose mark is not there."""
+    node = ray.util.get_node_ip_address()
+    return node, [folder for folder, mark in marks.items() if not mark.exists()]

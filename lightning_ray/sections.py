@@ -23,6 +23,12 @@ class RunSection(Section):
     dir: str = Field(
         "runs/{name}", description="Run directory. A run resumes from what lies there."
     )
+    nodes: int = Field(
+        1,
+        ge=1,
+        description="Nodes over which trainer ranks and engines are spread evenly. Several nodes "
+        "share the run directory and the model's folder (network storage).",
+    )
     seed: int = Field(0, description="Seed of data order, sampling and training.")
     steps: int = Field(10, ge=1, description="Optimizer batches (policy versions) in all.")
     groups_per_step: int = Field(4, ge=1, description="Task groups that one update consumes.")

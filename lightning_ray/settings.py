@@ -95,6 +95,11 @@ class RunConfig(Section):
         return self.engine.count * self.engine.tensor_parallel
 
     @property
+    def bundles(self) -> int:
+        """Shares of devices; each has room for a trainer rank and an engine worker."""
+        return max(self.trainer.ranks, self.engine_workers)
+
+    @property
     def max_row_tokens(self) -> int:
         return self.trainer.max_row_tokens or self.model.max_model_len
 
@@ -145,6 +150,17 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
             f"trainer.weight_sync=memory needs a trainer rank beside each of the "
             f"{config.engine_workers} engine workers (engine.count x engine.tensor_parallel), and "
             f"trainer.ranks={config.trainer.ranks}; raise trainer.ranks, or use file"
+        )
+    each, left = divmod(config.bundles, config.run.nodes)
+    if left:
+        yield (
+            f"run.nodes={config.run.nodes} does not divide the {config.bundles} bundles that "
+            "trainer.ranks and engine.count x engine.tensor_parallel need"
+        )
+    elif each % config.engine.tensor_parallel and config.run.nodes > 1:
+        yield (
+            f"an engine of engine.tensor_parallel={config.engine.tensor_parallel} needs one node, "
+            f"and run.nodes={config.run.nodes} leaves {each} bundles to each"
         )
     sized = "weight_sync_mib" in config.trainer.model_fields_set
     if config.trainer.weight_sync == "file" and sized:

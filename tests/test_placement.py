@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -33,6 +34,18 @@ def test_there_are_as_many_bundles_as_the_larger_tenant_needs(
     assert plan(wanted, Device.GPU) == [{"GPU": 1.0, "CPU": 1.0}] * bundles
 
 
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"trainer": {"ranks": 3}}, "run.nodes=2 does not divide the 3 bundles"),
+        ({"engine": {"count": 1, "tensor_parallel": 4}}, "tensor_parallel=4 needs one node"),
+    ],
+)
+def test_bundles_that_nodes_cannot_share_evenly_are_refused(sections: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config(run={"nodes": 2}, **sections)
+
+
 def test_tensor_parallel_without_gpus_is_refused() -> None:
     with pytest.raises(PlacementError, match=r"engine.tensor_parallel=2 needs GPUs"):
         plan(config(engine={"tensor_parallel": 2}), Device.CPU)
@@ -59,9 +72,11 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture
-def bundles(cluster: None) -> Iterator[Bundles]:
-    reserved = reserve(config(trainer={"ranks": 2}, engine={"count": 2}))
+@pytest.fixture(params=[1, 2])
+def bundles(cluster: None, request: pytest.FixtureRequest) -> Iterator[Bundles]:
+    """Two bundles, in one placement group or in two (which may lie on one node)."""
+    nodes = {"nodes": request.param}
+    reserved = reserve(config(run=nodes, trainer={"ranks": 2}, engine={"count": 2}))
     yield reserved
     reserved.remove()
 
@@ -94,6 +109,28 @@ def test_a_rank_and_an_engine_of_a_bundle_see_the_same_gpu(bundles: Bundles) -> 
     assert a == b
     assert c == d
     assert {*a, *c} == {"0", "1"}
+
+
+def test_verl_finds_the_bundle_of_each_rank(bundles: Bundles) -> None:
+    pool = bundles.trainer_pool(2)
+    groups = pool.get_placement_groups()
+    # As verl's RayWorkerGroup counts.
+    places = [divmod(rank, pool.store[0]) for rank in range(pool.world_size)]
+    for bundle, (group, index) in enumerate(places):
+        ours = bundles.strategy(bundle)
+        assert ours.placement_group == groups[group]
+        assert ours.placement_group_bundle_index == index
+
+
+def test_nodes_that_do_not_see_the_runs_files_are_named(cluster: None, tmp_path: Path) -> None:
+    reserved = reserve(config(run={"nodes": 2}, trainer={"ranks": 2}))
+    try:
+        reserved.check_shared(tmp_path, tmp_path)
+        with pytest.raises(PlacementError, match=r"node \S+ does not see \S+/model.*same path"):
+            reserved.check_shared(tmp_path, tmp_path / "model")
+    finally:
+        reserved.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("third", ["engine", "rank"])

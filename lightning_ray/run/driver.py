@@ -110,6 +110,7 @@ class Run:
             self._metrics = MetricsLog(self.run_dir, self._config)
             self._show("starting", note="placement group")
             bundles = reserve(self._config)
+            bundles.check_shared(self.run_dir, self._model_dir)
             self._start(bundles)
             while self._position.phase is not Phase.DONE:
                 self._do(self._position)

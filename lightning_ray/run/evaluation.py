@@ -137,6 +137,7 @@ def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
             if len(rollouts) < len(specs):
                 if bundles is None:  # an evaluation that is done needs no engines
                     bundles = reserve(config)
+                    bundles.check_shared(config.run_dir, base_dir)
                     stack.start(bundles, PolicyVersion(BASE, 0))
                 if candidate.weights:
                     policy = Policy(str(candidate.weights.absolute()), version)
