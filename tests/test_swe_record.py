@@ -59,6 +59,13 @@ def test_a_swe_bench_row_comes_back_as_it_was():
     assert RepositoryTask.from_row(BENCH).to_bench() == BENCH
 
 
+def test_a_row_of_swe_bench_verified_has_its_public_image():
+    row = {key: value for key, value in BENCH.items() if key != "image"} | {"difficulty": "1 hour"}
+    record = RepositoryTask.from_row(row)
+    assert record.image_name == "swebench/sweb.eval.x86_64.pytoolz_1776_toolz-1:latest"
+    assert RepositoryTask.from_task(record.to_task()).image_name == record.image_name
+
+
 def test_the_patch_means_the_opposite_in_the_two_forms():
     smith, bench = RepositoryTask.from_row(SMITH), RepositoryTask.from_row(BENCH)
     assert (smith.format, bench.format) == (Format.SWE_SMITH, Format.SWE_BENCH)

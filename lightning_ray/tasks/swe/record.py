@@ -101,6 +101,9 @@ class RepositoryTask(BaseModel):
             kind = Format.SWE_BENCH if columns.get("test_patch") is not None else Format.SWE_SMITH
         if not columns.get("image_name"):
             columns["image_name"] = columns.get("image", "")
+        named = (row.get(column) for column in ("image", "image_name", "package"))
+        if kind == Format.SWE_BENCH and all(name is None for name in named):
+            columns["image_name"] = bench_image(str(row.get("instance_id", "")))
         known = {name: columns[name] for name in cls.model_fields if name in columns}
         where = f"instance {row.get('instance_id', '?')!r}"
         try:
@@ -182,6 +185,13 @@ class RepositoryTask(BaseModel):
         """
         names = {"instance_id": task.task_id, "problem_statement": task.statement}
         return cls.from_row({"patch": ""} | task.fields | names)
+
+
+def bench_image(instance_id: str) -> str:
+    """The public image of an instance of SWE-bench, whose first data sets (Lite, Verified) do not
+    name it. A registry's names are in lower case and have no `__` (swebench, `TestSpec`)."""
+    name = instance_id.lower().replace("__", "_1776_")
+    return f"swebench/sweb.eval.x86_64.{name}:latest"
 
 
 _COLUMNS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
