@@ -64,6 +64,8 @@ def environment(gateway: GatewaySection) -> dict[str, str]:
         # Ray's defaults (5 and 10 s) give up on the proxy of a busy two-core machine.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+        # Ten looks a second (Ray's default) take a tenth of a core, also while nothing happens.
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     }
     if not _has_haproxy(gateway):
         return variables
