@@ -1,0 +1,115 @@
+"""cluster.yaml and the examples on a real API server: what a user applies is accepted and kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from control_plane import Cluster
+from kubernetes import client
+from kubernetes.dynamic import DynamicClient
+from kubernetes.dynamic.exceptions import ConflictError, ResourceNotFoundError
+from runs import ROOT
+
+pytestmark = pytest.mark.slow
+CACHE = Path(os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray").expanduser()
+# KubeRay's own definitions where they are at hand (test_manifests.py says how); else their names.
+CRDS = CACHE / "kuberay-crds-1.7.0.yaml"
+NAMES = {"RayCluster": "ray.io/v1", "RayJob": "ray.io/v1", "PodMonitor": "monitoring.coreos.com/v1"}
+Object = dict[str, Any]
+
+
+def definition(kind: str) -> Object:
+    """A definition that takes any object of its kind."""
+    group, _, version = NAMES[kind].partition("/")
+    names = {"kind": kind, "plural": f"{kind.lower()}s", "singular": kind.lower()}
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{names['plural']}.{group}"},
+        "spec": {
+            "group": group,
+            "names": names,
+            "scope": "Namespaced",
+            "versions": [
+                {
+                    "name": version,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": schema},
+                }
+            ],
+        },
+    }
+
+
+def definitions() -> list[Object]:
+    theirs = (
+        [tree for tree in yaml.safe_load_all(CRDS.read_text()) if tree] if CRDS.exists() else []
+    )
+    named = {tree["spec"]["names"]["kind"] for tree in theirs}
+    return theirs + [definition(kind) for kind in NAMES if kind not in named]
+
+
+def objects() -> Iterator[Object]:
+    folder = ROOT / "examples" / "kuberay"
+    files = [folder / "namespace.yaml", *sorted(folder.glob("*.yaml")), ROOT / "cluster.yaml"]
+    for file in [*files, ROOT / "examples" / "kubernetes" / "access.yaml"]:
+        yield from filter(None, yaml.safe_load_all(file.read_text()))
+
+
+def kept(sent: Any, found: Any, path: str = "") -> Iterator[str]:
+    """Where what was sent is not in what was found."""
+    if isinstance(sent, dict) and isinstance(found, dict):
+        for key, value in sent.items():
+            yield from kept(value, found.get(key), f"{path}.{key}")
+    elif isinstance(sent, list) and isinstance(found, list) and len(sent) == len(found):
+        for number, (one, other) in enumerate(zip(sent, found, strict=True)):
+            yield from kept(one, other, f"{path}[{number}]")
+    elif sent != found and sent not in ({}, [], None):
+        yield f"{path}: {sent!r} became {found!r}"
+
+
+def test_everything_that_a_user_applies_is_accepted(cluster: Cluster) -> None:
+    api = client.ApiClient()
+    crds = definitions()
+    dynamic = DynamicClient(api).resources.get(
+        api_version="apiextensions.k8s.io/v1", kind="CustomResourceDefinition"
+    )
+    for crd in crds:
+        dynamic.create(body=crd)
+
+    def resource(tree: Object) -> Any:
+        try:
+            found = DynamicClient(api).resources
+            return found.get(api_version=tree["apiVersion"], kind=tree["kind"])
+        except ResourceNotFoundError:  # it is being established
+            return None
+
+    checked, made = set[str](), list[str]()
+    try:
+        for tree in objects():
+            where = cluster.until(lambda tree=tree: resource(tree))
+            namespace = tree["metadata"].get("namespace")
+            # Not kept, so that nobody starts its pods; a namespace must be there for the rest.
+            dry = {} if tree["kind"] == "Namespace" else {"dry_run": "All"}
+            try:
+                answer = where.create(body=tree, namespace=namespace, **dry).to_dict()
+            except ConflictError:  # another test has applied it
+                continue
+            checked.add(tree["kind"])
+            if tree["kind"] == "Namespace":
+                made.append(tree["metadata"]["name"])
+            if tree["apiVersion"] == "ray.io/v1":
+                assert not list(kept(tree["spec"], answer["spec"]))
+    finally:
+        for name in made:
+            cluster.core.delete_namespace(name)
+        for crd in crds:
+            dynamic.delete(name=crd["metadata"]["name"])
+    assert checked >= {"RayCluster", "RayJob", "PodMonitor", "StatefulSet", "PersistentVolumeClaim"}
