@@ -49,11 +49,23 @@ def definition(kind: str) -> Object:
 
 
 def definitions() -> list[Object]:
-    theirs = (
-        [tree for tree in yaml.safe_load_all(CRDS.read_text()) if tree] if CRDS.exists() else []
-    )
+    text = CRDS.read_text() if CRDS.exists() else ""
+    trees = filter(None, yaml.load_all(text, yaml.CSafeLoader))
+    theirs = [without_empty_defaults(tree) for tree in trees]
     named = {tree["spec"]["names"]["kind"] for tree in theirs}
     return theirs + [definition(kind) for kind in NAMES if kind not in named]
+
+
+def without_empty_defaults(tree: Any) -> Any:
+    """An API server of 1.20 takes a default of "" for null: another stands for it."""
+    if isinstance(tree, list):
+        return [without_empty_defaults(each) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: "-" if (key, value) == ("default", "") else without_empty_defaults(value)
+        for key, value in tree.items()
+    }
 
 
 def objects() -> Iterator[Object]:
