@@ -23,6 +23,7 @@ from rich.table import Table
 
 from lightning_ray.rollouts import harness, process, sandbox
 from lightning_ray.rollouts.installation import install, site_packages
+from lightning_ray.rollouts.places import IN_SANDBOX, Places
 from lightning_ray.rollouts.sandbox import Mode
 
 CONFIG = "pkg:lightning_ray.tasks.swe/mini.yaml"
@@ -56,21 +57,20 @@ def attempt(
     """One attempt in `folder`, which has a workspace, a home and a tmp."""
     venv = install(recipe)
     assert venv is not None
-    workspace, home, tmp = (folder / name for name in ("workspace", "home", "tmp"))
-    base = process.base_environment(home, tmp)
-    readable = harness.readable(recipe, venv, base["PATH"])
+    readable = harness.readable(recipe, venv, process.search_path())
     box, url = sandbox.around(folder, root, readable, sandbox.Wanted(mode))
+    places = IN_SANDBOX if box else Places.below(folder)
     values = harness.Values(
-        base_url=f"{url}/v1", root_url=url, model="m", task="do nothing", task_file="",
-        attempt="a", workspace=str(workspace), home=str(home), context_tokens="1000",
-        venv=str(venv), site_packages=str(site_packages(venv)), recipe_dir="", api_key="key",
+        base_url=f"{url}/v1", root_url=url, model="m", task="do nothing", attempt="a",
+        context_tokens="1000", venv=str(venv), site_packages=str(site_packages(venv)),
+        recipe_dir="", api_key="key", **places.placeholders,
     )  # fmt: skip
     argv, env, _ = harness.command_line(recipe, values)
     shared = Path(tempfile.gettempdir())
     report = process.run(
         argv,
-        env=base | env | {"TMPDIR": "/tmp"},
-        cwd=workspace,
+        env=process.base_environment(places.home, places.tmp) | env,
+        cwd=Path(places.workspace),
         log=folder / "log",
         limits=process.Limits(120),
         attempt_id="benchmark",

@@ -34,7 +34,8 @@ from test_gateway_crash import kill_at_the_record, replica
 
 from lightning_ray.gateway import deploy
 from lightning_ray.records import Branch, Call, FinishReason, Outcome, SideCall, Task
-from lightning_ray.rollouts import harness, installation, local
+from lightning_ray.rollouts import harness, installation, local, sandbox
+from lightning_ray.rollouts.places import IN_SANDBOX
 from lightning_ray.rollouts.process import Limits
 from lightning_ray.rollouts.sandbox import Wanted
 from lightning_ray.samples import forest, rows
@@ -315,6 +316,30 @@ def test_a_harness_works_unchanged_and_every_token_can_be_trained(gateway, tmp_p
     asked = request(gateway, name, tmp_path)
     with trial(asked, name, "two turns"):
         check_two_turns(gateway, name, asked, local.run_attempt(asked))
+
+
+@pytest.mark.skipif(bool(sandbox.protection().missing), reason="paths differ without a sandbox")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "mini-swe-agent" else ALONE) for n in CASES]
+)
+def test_the_prompts_of_a_group_are_the_same_text(gateway, tmp_path, name):
+    """So the engine reads them once, and no model learns the name of a folder."""
+    case = CASES[name]
+    script = [case.call("pwd; echo ~ $TMPDIR; ls -a ~ /tmp"), *case.script[-1:]]
+    ray.get(gateway.engines[0].play.remote({"title generator": [TITLE], case.marker: script}))
+    prompts = []
+    for folder in ("one", "two"):
+        asked = request(gateway, name, tmp_path / folder)
+        assert local.run_attempt(asked).outcome is Outcome.COMPLETED
+        calls = ray.get(gateway.store.calls.remote(asked.attempt_id))
+        first, second = (
+            gateway.tokenizer.decode(call.prompt.tolist()) for call in calls if call.side is None
+        )
+        assert IN_SANDBOX.workspace in second and IN_SANDBOX.home in second
+        assert "lr-box-" not in second
+        # What follows a command may tell how long it took.
+        prompts.append((first, second if case.recipe == "mini-swe-agent" else ""))
+    assert prompts[0] == prompts[1]
 
 
 def ask_openai(gateway, attempt_id: str) -> list[str]:

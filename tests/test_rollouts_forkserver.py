@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import runpy
+import shutil
 import signal
 import sys
 import time
@@ -139,6 +141,17 @@ def test_the_server_ends_with_its_last_connection(tmp_path, warm):
     while servers():
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+def test_checkouts_with_other_code_do_not_share_a_server(tmp_path, warm):
+    for name in ("as it is", "changed"):
+        folder = shutil.copytree(Path(forkserver.__file__).parent, tmp_path / name)
+        if name == "changed":
+            with (folder / "supervisor.py").open("a") as file:
+                file.write("# another version\n")
+        preload = runpy.run_path(str(folder / "forkserver.py"))["Preload"]
+        address = preload(warm.python, warm.modules, warm.env).address
+        assert (address == warm.address) == (name == "as it is")
 
 
 def test_a_module_that_is_not_there_is_named(tmp_path):

@@ -7,6 +7,7 @@ nothing), by a program executed in the sandbox, and by one forked into it from a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from lightning_ray.rollouts import forkserver, harness, process, sandbox, usage
 from lightning_ray.rollouts.forkserver import Preload
 from lightning_ray.rollouts.harness import Recipe
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_attempt
+from lightning_ray.rollouts.places import IN_SANDBOX, Places
 from lightning_ray.rollouts.process import EndedBy, ExitReport, Limits
 from lightning_ray.rollouts.sandbox import Mode, SandboxError, Wanted
 
@@ -151,6 +153,10 @@ class Place:
         (folder / "task.txt").write_text("the task")
         return cls(folder)
 
+    def seen(self, how: str) -> Places:
+        """Where the program finds it."""
+        return Places.below(self.folder) if how == "none" else IN_SANDBOX
+
     def run(
         self,
         source: str,
@@ -158,21 +164,23 @@ class Place:
         *,
         url: str = "http://127.0.0.1:1",
         stdin: str = "",
+        cwd: str = "",
         **limits: Any,
     ) -> ExitReport:
-        script = self.workspace / "script"
+        script = self.folder / "script"
         script.write_text(source)
         wanted = Wanted(Mode.NONE) if how == "none" else Wanted(require=True)
-        readable = [Path(sys.base_prefix), Path(sys.prefix)]
+        readable = [Path(sys.base_prefix), Path(sys.prefix), script]
         box, inside = sandbox.around(self.folder, url, readable, wanted)
         assert (box is None) == (how == "none")
+        places = self.seen(how)
         argv = [str(script)] if how == "forked" else [sys.executable, "-S", str(script)]
         preload = Preload(sys.executable, ("decimal",), (("T", uuid.uuid4().hex),))
         try:
             return process.run(
                 argv,
-                env=process.base_environment(self.folder / "home", Path("/tmp")) | {"URL": inside},
-                cwd=self.workspace,
+                env=process.base_environment(places.home, places.tmp) | {"URL": inside},
+                cwd=Path(cwd or places.workspace),
                 log=self.folder / "log",
                 limits=Limits(**{"timeout_s": 60, **limits}),
                 attempt_id=f"sandbox-{self.folder.name}",
@@ -222,7 +230,7 @@ def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[
         results = {}
         for how in HOW if not sandbox.protection().missing else HOW[:1]:
             place = Place.make(root / how)
-            told["workspace"] = str(place.workspace)
+            told["workspace"] = place.seen(how).workspace
             report = place.run(ATTACKS, how, stdin=json.dumps(told))
             assert report.status == 0, report
             results[how] = json.loads(report.output_tail.splitlines()[-1])
@@ -477,6 +485,106 @@ def test_killing_all_that_it_sees_ends_only_itself(place: Place, how: str) -> No
         outside.kill()
 
 
+# -- places ---------------------------------------------------------------------------------------
+
+
+@boxed
+@pytest.mark.parametrize("how", HOW)
+def test_a_folder_that_is_not_there_is_an_error_of_the_start(place: Place, how: str) -> None:
+    gone = f"{place.seen(how).workspace}/gone"
+    report = place.run("print('ran')", how, cwd=gone)
+    assert (report.ended_by, report.error) == (
+        EndedBy.NOT_STARTED,
+        f"there is no folder {gone}",
+    )
+
+
+@boxed
+@pytest.mark.parametrize("how", ["executed", "forked"])
+def test_a_program_starts_in_a_folder_of_the_sandbox(place: Place, how: str) -> None:
+    (place.workspace / "below").mkdir()
+    source = "import os; print(os.getcwd())"
+    for cwd in (IN_SANDBOX.workspace, f"{IN_SANDBOX.workspace}/below", IN_SANDBOX.home, "/tmp"):
+        report = place.run(source, how, cwd=cwd)
+        assert report.output_tail.split() == [cwd], report
+
+
+# Everything that a harness could tell a model of the places that it finds itself in.
+SAYS = """
+import json, os, sys
+told = dict(os.environ)
+print(json.dumps({
+    "argv": sys.argv[1:], "cwd": os.getcwd(), "env": {k: told[k] for k in sorted(told)},
+    "file": open(os.path.expanduser("~/told/file")).read(), "task": open(sys.argv[1]).read(),
+    "mounts": sorted(line.split()[1] for line in open("/proc/mounts")),
+    **{at: sorted(os.listdir(at)) for at in ("/", "/lightning", "/tmp", os.path.expanduser("~"))},
+}))
+open(os.path.expanduser("~/kept"), "w").write("kept")
+open("a.py", "w").write("a = 2\\n")
+"""
+
+
+def prepare(task: Task, workspace: Path) -> dict[str, Any]:
+    """Names the workspace as a task family knows it."""
+    (workspace / "a.py").write_text("a = 1\n")
+    (workspace / "bin").mkdir()
+    return {"env": {"PYTHONPATH": f"{workspace}:{workspace}/src"}, "path": [f"{workspace}/bin"]}
+
+
+def collect(task: Task, workspace: Path) -> dict[str, str]:
+    return {"a.py": (workspace / "a.py").read_text()}
+
+
+def says(folder: Path, **changes: Any) -> str:
+    """What the harness of an attempt says of its places."""
+    recipe = Recipe(
+        name="script",
+        command=[sys.executable, "-S", "-c", SAYS, "{task_file}", "{workspace}", "{home}"],
+        files={"{home}/told/file": "{workspace} {home} {task_file}"},
+        env={"OWN": "{home}/own"},
+        artifacts=["{home}/kept", "{workspace}/a.py"],
+    )
+    family = {"prepare": "test_sandbox:prepare", "collect": "test_sandbox:collect"}
+    ended = attempt(folder, "", recipe=recipe, **family, **changes)
+    assert (ended.outcome, ended.result) == (Outcome.COMPLETED, {"a.py": "a = 2\n"}), ended
+    log_dir = folder / "run" / "rollouts" / "a"
+    assert {path.name for path in log_dir.iterdir()} == {"harness.log", "kept", "a.py"}
+    return (log_dir / "harness.log").read_text()
+
+
+@boxed
+def test_every_rollout_sees_the_same_paths(tmp_path: Path) -> None:
+    said = says(tmp_path / "one")
+    assert said == says(tmp_path / "two")
+    assert "lr-box-" not in said
+    told = json.loads(said)
+    workspace, home, task = "/lightning/workspace", "/lightning/home", "/lightning/task.txt"
+    assert told["argv"] == [task, workspace, home]
+    assert told["cwd"] == workspace
+    assert told["file"] == f"{workspace} {home} {task}"
+    assert told["task"] == "do it"
+    env = told["env"]
+    assert (env["HOME"], env["TMPDIR"], env["OWN"]) == (home, "/tmp", f"{home}/own")
+    assert env["PYTHONPATH"] == f"{workspace}:{workspace}/src"
+    assert env["PATH"].split(":")[0] == f"{workspace}/bin"
+    assert told["/lightning"] == ["home", "task.txt", "workspace"]
+    assert {workspace, home, task, "/tmp"} <= {*told["mounts"]}
+
+
+def test_without_a_sandbox_a_rollout_has_folders_of_its_own(tmp_path: Path) -> None:
+    none = Wanted(Mode.NONE)
+    script = "import os; print(os.getcwd(), os.environ['HOME'], os.environ['TMPDIR'])"
+    folders = []
+    for name in ("one", "two"):
+        assert attempt(tmp_path / name, script, sandbox=none).outcome is Outcome.COMPLETED
+        log = tmp_path / name / "run" / "rollouts" / "a" / "harness.log"
+        cwd, home, tmp = log.read_text().split()
+        [root] = {Path(folder).parent for folder in (cwd, home, tmp)}
+        assert [cwd, home, tmp] == [f"{root}/workspace", f"{root}/home", f"{root}/tmp"]
+        folders.append(root)
+    assert folders[0] != folders[1]
+
+
 # -- whole attempts -------------------------------------------------------------------------------
 
 
@@ -500,9 +608,8 @@ def attempt(folder: Path, script: str, **changes: Any) -> AttemptResult:
         collect="lightning_ray.tasks.swe.workspace:collect",
         keep_workspaces=False,
         api_key="the-key",
-        **{"sandbox": Wanted(), **changes},
     )
-    return run_attempt(request)
+    return run_attempt(dataclasses.replace(request, **changes))
 
 
 @boxed

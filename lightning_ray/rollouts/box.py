@@ -62,6 +62,7 @@ class Box:
             pid = json.loads(os.read(info, 4096))["child-pid"]
         finally:
             os.close(info)
+        self.root = f"/proc/{pid}/root"  # where its file system is seen from outside
         self._pidfd = os.pidfd_open(pid)
         # For an ordinary user bubblewrap makes two: one that owns the others, and one below it.
         owned = os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY)

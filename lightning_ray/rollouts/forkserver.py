@@ -15,6 +15,7 @@ Standard library only: the server half runs in the Python of the harness.
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import importlib
@@ -51,10 +52,20 @@ class Preload:
     @property
     def address(self) -> bytes:
         """Of its socket, in Linux's abstract namespace: no file, gone with the server. Containers
-        may share that namespace, and do not share a server."""
+        may share that namespace, and do not share a server, nor do other versions of us."""
         inside = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "pid", "user")]
-        identity = f"{os.getuid()} {inside} {self!r}"
+        identity = f"{os.getuid()} {inside} {_code()} {self!r}"
         return b"\0lightning_ray-" + hashlib.sha256(identity.encode()).hexdigest()[:32].encode()
+
+
+@functools.cache
+def _code() -> str:
+    """A digest of the files that a server runs."""
+    digest = hashlib.sha256()
+    for name in ("forkserver.py", "supervisor.py", "box.py", "usage.py"):
+        with open(os.path.join(os.path.dirname(__file__), name), "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 class PreloadError(RuntimeError):

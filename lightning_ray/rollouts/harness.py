@@ -43,7 +43,7 @@ class RecipeError(ConfigError):
 class Values:
     """What placeholders stand for in one attempt. `base_url` ends in /v1, `root_url` is the same
     without it; `task_file` is a file that holds the task; `context_tokens` is the model's context
-    window."""
+    window. Paths are those that the harness knows (`places.py`)."""
 
     base_url: str
     root_url: str

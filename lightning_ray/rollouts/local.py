@@ -5,9 +5,9 @@ the harness if the node lacks it, lets the task family fill a fresh workspace, r
 its limits and, when everything of it is dead, lets the task family read the result.
 
 Invariants: it returns a typed outcome for whatever the harness or the task family does; every
-attempt sees the same layout (workspace, home and tmp beside each other in a folder of its own);
-nothing stays on the node but the log and the artifacts, unless `keep_workspaces` says so. What the
-harness can reach is said in `sandbox.py`; `prepare` and `collect` run outside.
+attempt sees the same layout (`places.py`), and in a sandbox the same paths; nothing stays on the
+node but the log and the artifacts, unless `keep_workspaces` says so. What the harness can reach is
+said in `sandbox.py`; we, `prepare` and `collect` work outside, where the paths are other ones.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from lightning_ray.rollouts import harness, process
 from lightning_ray.rollouts.forkserver import PreloadError
 from lightning_ray.rollouts.harness import Recipe, RecipeError, Values
 from lightning_ray.rollouts.installation import InstallError, install, site_packages
+from lightning_ray.rollouts.places import IN_SANDBOX, Places
 from lightning_ray.rollouts.process import EndedBy, ExitReport, Limits
 from lightning_ray.rollouts.sandbox import SandboxError, Wanted, around
 
@@ -148,45 +149,46 @@ def classify(report: ExitReport) -> Outcome:
 
 
 def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
-    workspace, home, tmp = (box / name for name in ("workspace", "home", "tmp"))
-    for folder in (workspace, home, tmp):
-        folder.mkdir()
-    task_file = box / "task.txt"
-    task_file.write_text(request.task.statement)
+    outside = Places.below(box)
+    workspace = Path(outside.workspace)
+    for folder in (outside.workspace, outside.home, outside.tmp):
+        os.mkdir(folder)
+    Path(outside.task_file).write_text(request.task.statement)
     recipe = request.recipe
     venv = install(recipe)
-    base = process.base_environment(home, tmp)
-    readable = harness.readable(recipe, venv, base["PATH"])
     setting = _prepare(request, workspace)
-    readable = [*readable, *map(Path, setting.readable)]
+    search = process.search_path()
+    readable = [*harness.readable(recipe, venv, search), *map(Path, setting.readable)]
     hidden = (*request.sandbox.hidden, *map(Path, setting.hidden))
     wanted = replace(request.sandbox, hidden=hidden)
     sandbox, url = around(box, request.root_url, readable, wanted)
+    places = IN_SANDBOX if sandbox else outside
     values = Values(
         base_url=f"{url}/v1",
         root_url=url,
         model=request.model,
         task=request.task.statement,
-        task_file=str(task_file),
         attempt=request.attempt_id,
-        workspace=str(workspace),
-        home=str(home),
+        **places.placeholders,
         context_tokens=str(request.context_tokens),
         venv=str(venv or ""),
         site_packages=str(site_packages(venv)) if venv else "",
         recipe_dir=recipe.recipe_dir,
         api_key=request.api_key,
     )
+    ours = replace(values, **outside.placeholders)
     argv, env, stdin = harness.command_line(recipe, values)
     for name, content in recipe.files.items():
-        path = Path(harness.fill(name, values))
+        path = Path(harness.fill(name, ours))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(harness.fill(content, values))
-    shared = Path(tempfile.gettempdir())
-    base["PATH"] = os.pathsep.join([*setting.path, base["PATH"]])
+    shared = tempfile.gettempdir()
+    base = process.base_environment(places.home, places.tmp)
+    base["PATH"] = os.pathsep.join([*setting.path, search])
+    given = {name: outside.renamed(text, places) for name, text in (base | setting.env).items()}
     report = process.run(
         argv,
-        env=base | ({"TMPDIR": "/tmp"} if sandbox else {}) | setting.env | env,
+        env=given | env,
         cwd=Path(harness.fill(recipe.cwd, values)),
         log=request.log_dir / "harness.log",
         limits=request.limits,
@@ -197,7 +199,7 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
         disk=box,
     )
     for artifact in recipe.artifacts:
-        _keep(Path(harness.fill(artifact, values)), request.log_dir)
+        _keep(Path(harness.fill(artifact, ours)), request.log_dir)
     outcome, detail, result = classify(report), report.describe(), None
     if outcome.caused_by_policy and request.collect:
         try:

@@ -98,10 +98,10 @@ def run(
     sandbox: Sandbox | None = None,
     disk: Path | None = None,
 ) -> ExitReport:
-    """Runs `argv` to its end and returns how it ended. stdout and stderr go to `log`, or only
-    stderr where `stdout` names another file. With `preload`, `argv[0]` is a Python script. `disk`
-    is the folder that the limit of disk space is for. Blocks; an exception raised in this thread
-    ends the program.
+    """Runs `argv` to its end and returns how it ended. `cwd` is a folder of the sandbox, if there
+    is one. stdout and stderr go to `log`, or only stderr where `stdout` names another file. With
+    `preload`, `argv[0]` is a Python script. `disk` is the folder that the limit of disk space is
+    for. Blocks; an exception raised in this thread ends the program.
 
     Raises:
         PreloadError: see there.
@@ -182,13 +182,18 @@ def _start_supervisor(preload: Preload) -> tuple[socket.socket, BinaryIO]:
     return orders, os.fdopen(reports, "rb")
 
 
-def base_environment(home: Path, tmp: Path) -> dict[str, str]:
-    """What every program gets: the machine's tools (our own virtual environment is not among them,
-    or an agent would install packages into it), and a home of its own."""
+def search_path() -> str:
+    """The PATH of every program: the machine's tools, and not our own virtual environment, or an
+    agent would install packages into it."""
     ours = os.path.join(sys.prefix, "bin")
     path = [part for part in os.environ.get("PATH", "").split(os.pathsep) if part and part != ours]
+    return os.pathsep.join(path) or os.defpath
+
+
+def base_environment(home: str | Path, tmp: str | Path) -> dict[str, str]:
+    """What every program gets: the machine's tools, and a home of its own."""
     return {
-        "PATH": os.pathsep.join(path) or os.defpath,
+        "PATH": search_path(),
         "HOME": str(home),
         "TMPDIR": str(tmp),
         "LANG": "C.UTF-8",

@@ -6,10 +6,11 @@ of one attempt: bubblewrap's arguments, and where the gateway is. Who builds and
 
 Inside there are: the system's programs and libraries and a few files of /etc, read-only; what the
 recipe names (its environment, its interpreter, files of its command), read-only; the attempt's
-workspace, home and tmp (as /tmp); new /proc, /dev and /dev/shm. Nothing else of the file system, no
-other process, and no network but the gateway. Invariants: the run directory and the operator's home
-stay hidden also where they lie below a system folder; nothing in the box can be written but the
-attempt's own folders, whose disk is limited, and /dev/shm, which is small.
+workspace, home, task and tmp, at the paths that they have in every attempt (`places.py`); new
+/proc, /dev and /dev/shm. Nothing else of the file system, no other process, and no network but the
+gateway. Invariants: the run directory and the operator's home stay hidden also where they lie below
+a system folder; nothing in the box can be written but the attempt's own folders, whose disk is
+limited, and /dev/shm, which is small.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from urllib.parse import urlsplit
 
 from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.rollouts import process
+from lightning_ray.rollouts.places import IN_SANDBOX, Places
 from lightning_ray.rollouts.process import Limits, Sandbox
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store")
@@ -126,8 +128,9 @@ def check(wanted: Wanted) -> str | None:
 def around(
     folder: Path, url: str, readable: Iterable[Path], wanted: Wanted
 ) -> tuple[Sandbox | None, str]:
-    """The sandbox of an attempt whose workspace, home and tmp are in `folder`, or None; and what
-    `url`, the gateway's, is called inside. `readable` is what it shows besides the system.
+    """The sandbox of an attempt whose places are below `folder`, or None; and what `url`, the
+    gateway's, is called inside. `readable` is what it shows besides the system. In a sandbox the
+    places are those of `IN_SANDBOX`.
 
     Raises:
         SandboxError: there is less than the configuration asks for.
@@ -136,19 +139,18 @@ def around(
     if wanted.mode is Mode.NONE or (able := protection()).bubblewrap is None:
         return None, url
     host, port, inside = _inside(url)
-    hosts = folder / "hosts"
+    outside, hosts = Places.below(folder), folder / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.0.1 {host}\n")
     argv = [
         *_arguments(able.bubblewrap, able.network),
         *_mounts(
-            shown={*readable, *map(Path, wanted.paths), folder / "task.txt"},
+            shown={*readable, *map(Path, wanted.paths)},
             hidden=wanted.hidden,
-            own=_bind("--bind", folder / "workspace")
-            | _bind("--bind", folder / "home")
-            | {
-                Path("/tmp"): ["--bind", str(folder / "tmp"), "/tmp"],
-                Path("/etc/hosts"): ["--ro-bind", str(hosts), "/etc/hosts"],
-            },
+            own=_bind("--bind", outside.workspace, IN_SANDBOX.workspace)
+            | _bind("--bind", outside.home, IN_SANDBOX.home)
+            | _bind("--bind", outside.tmp, IN_SANDBOX.tmp)
+            | _bind("--ro-bind", outside.task_file, IN_SANDBOX.task_file)
+            | _bind("--ro-bind", hosts, "/etc/hosts"),
         ),
     ]
     if not able.network:
@@ -208,8 +210,10 @@ def _system() -> dict[Path, list[str]]:
     return mounts
 
 
-def _bind(how: str, path: Path) -> dict[Path, list[str]]:
-    return {path: [how, str(path), str(path)]} if path.exists() else {}
+def _bind(how: str, path: str | Path, at: str | Path | None = None) -> dict[Path, list[str]]:
+    """What mounts `path`, if it is there, in its own place or `at` another."""
+    at = Path(at or path)
+    return {at: [how, str(path), str(at)]} if os.path.exists(path) else {}
 
 
 def _covered(hidden: Iterable[Path], shown: Set[Path]) -> Iterator[Path]:

@@ -115,9 +115,11 @@ def supervise(launch: Launch) -> None:
     )
     with open(order["log"], "wb") as log:
         try:
-            os.stat(order["cwd"])  # a missing one is an error of the start, not of the program
             with _streams(order) as (streams, output):
                 box = boxes.Box(order["box"], order["network"]) if order["box"] else None
+                # A missing one is an error of the start, not of the program.
+                if not os.path.lexists(f"{box.root if box else ''}/{order['cwd']}"):
+                    raise FileNotFoundError(f"there is no folder {order['cwd']}")
                 if box and order["port"]:
                     _hand_over(box.listen(order["port"]))
                 child = launch(order, streams, _confinement(order, limits, box, usage))

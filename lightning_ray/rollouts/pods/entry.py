@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     Request = Callable[..., bytes]
     Child = subprocess.Popen[bytes]
 
-# `{root}` of the orders. A volume of the pod, so every rollout of a group sees the same paths.
-ROOT = "/lightning"
 TERMINATION_LOG = "/dev/termination-log"
 # Kubernetes keeps 4,096 bytes of the termination message.
 MOST_ERROR_CHARS = 500

@@ -1,7 +1,7 @@
 """The Job of one attempt: what the user's template says, and what we add.
 
 We add the name, labels, owner, a deadline, one try (`backoffLimit: 0`), the command that fetches
-the order, the gateway's address, the key by way of a Secret, a volume at `entry.ROOT`, and, where
+the order, the gateway's address, the key by way of a Secret, a volume at `places.ROOT`, and, where
 the template says nothing, a security context that gives away as little as Kubernetes lets us: no
 root, no service account, no capabilities, seccomp, a read-only root.
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ray.records import Json
+from lightning_ray.rollouts import places
 from lightning_ray.rollouts.pods import entry
 
 AGENT, GRADER = "agent", "grader"  # what a Job is for
@@ -32,7 +33,7 @@ _TTL_S = 3600
 _NOT_PLAIN = re.compile(r"[^a-z0-9]+")
 _NAME_CHARS = 40  # of the attempt's id in a Job's name, which may have 63 and gets a suffix
 VOLUME = "lightning-ray"
-VENV_LINK = f"{entry.ROOT}/site-packages"
+VENV_LINK = f"{places.ROOT}/site-packages"
 
 
 # The command of the container: fetches `entry.py` with the order. `request` is used by that too; it
@@ -166,7 +167,7 @@ def _fill_container(container: Json, name: str, room: Room, frame: Frame) -> Non
         },
     ]
     mounts = container.get("volumeMounts", [])
-    ours = [{"name": VOLUME, "mountPath": entry.ROOT}]
+    ours = [{"name": VOLUME, "mountPath": places.ROOT}]
     if not any(mount.get("mountPath") == "/tmp" for mount in mounts):
         ours.append({"name": VOLUME, "mountPath": "/tmp", "subPath": "tmp"})
     container["volumeMounts"] = [*mounts, *ours]

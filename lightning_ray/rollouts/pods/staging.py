@@ -23,16 +23,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 from lightning_ray.records import Json, Task
-from lightning_ray.rollouts import harness
+from lightning_ray.rollouts import harness, places
 from lightning_ray.rollouts.grading import RoomOrder, RoomReport
 from lightning_ray.rollouts.harness import Recipe, RecipeError, Values
 from lightning_ray.rollouts.local import FamilyError, call_family
+from lightning_ray.rollouts.places import IN_POD
 from lightning_ray.rollouts.pods import entry, manifest
 
 WORKSPACE = "workspace"  # of a room's files
 _MOST_MEMBERS = entry.MOST_CHANGED + 1  # of what a pod sends back
 _KEY_STANDS_FOR = "\x00LIGHTNING_RAY_KEY\x00"  # no recipe can hold a NUL
-_PACKAGE_FILES = f"{entry.ROOT}/recipe"
+_PACKAGE_FILES = f"{places.ROOT}/recipe"
 
 
 @dataclass(frozen=True)
@@ -171,13 +172,13 @@ def harness_order(
     return _order(
         "harness",
         argv=command or argv,
-        env={"HOME": values.home, "TMPDIR": f"{entry.ROOT}/tmp", "LANG": "C.UTF-8"} | env,
+        env={"HOME": values.home, "TMPDIR": IN_POD.tmp, "LANG": "C.UTF-8"} | env,
         files=files,
         stdin=stdin,
         cwd=workdir or harness.fill(recipe.cwd, values),
         workspace=workdir or values.workspace,
         home=values.home,
-        tmp=f"{entry.ROOT}/tmp",
+        tmp=IN_POD.tmp,
         venv=values.venv,
         site_packages=manifest.VENV_LINK,
         key_stands_for=_KEY_STANDS_FOR,
@@ -202,10 +203,8 @@ def pod_values(
         root_url=url,
         model=model,
         task=task.statement,
-        task_file=f"{entry.ROOT}/task.txt",
         attempt=attempt_id,
-        workspace=f"{entry.ROOT}/workspace",
-        home=f"{entry.ROOT}/home",
+        **IN_POD.placeholders,
         context_tokens=str(context_tokens),
         venv=venv,
         site_packages=manifest.VENV_LINK,
@@ -224,11 +223,11 @@ def room_files(order: RoomOrder) -> dict[str, bytes]:
     told = _order(
         "room",
         argv=list(order.argv),
-        env={**order.env, "HOME": f"{entry.ROOT}/home", "TMPDIR": f"{entry.ROOT}/tmp"},
-        cwd=f"{entry.ROOT}/workspace",
-        workspace=f"{entry.ROOT}/workspace",
-        home=f"{entry.ROOT}/home",
-        tmp=f"{entry.ROOT}/tmp",
+        env={**order.env, "HOME": IN_POD.home, "TMPDIR": IN_POD.tmp},
+        cwd=IN_POD.workspace,
+        workspace=IN_POD.workspace,
+        home=IN_POD.home,
+        tmp=IN_POD.tmp,
         say=base64.b64encode(order.say.encode()).decode(),
         timeout_s=order.timeout_s,
         output_bytes=order.most_bytes,
