@@ -180,15 +180,25 @@ def new_engine(folder, config, **options):
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_killed_while_it_is_fed_reads_the_file(pair, tmp_path):
-    """Everything real but the moment: its vLLM stands still before it can take the weights."""
-    _, trainer, _ = pair
-    config = load(None, [*SETTINGS, "engine.verify_sync=true", f"run.dir={tmp_path}"])
+@pytest.mark.usefixtures("pair")
+def test_an_engine_that_is_killed_while_it_is_fed_reads_the_file_and_the_other_goes_on(tmp_path):
+    """Everything real but the moment: the vLLM of one stands still before it can take weights."""
+    settings = ["engine.verify_sync=true", "engine.count=2", "trainer.ranks=2"]
+    config = load(None, [*SETTINGS, *settings, f"run.dir={tmp_path}"])
+    bundles = reserve(config, Device.CPU)
+    trainer = Trainer(config, models.resolve("tiny"), bundles, total_steps=3)
     stack = Stack(config, models.resolve("tiny"), tmp_path, (said := []).append)
     stack.open_store()
-    stack.engines.append(engine := new_engine(tmp_path, config, max_restarts=-1))
-    ray.get(engine.ready.remote())
-    actor = psutil.Process(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())))
+    stack.engines += [new_engine(tmp_path, config, max_restarts=-1) for _ in range(2)]
+    ray.get([engine.ready.remote() for engine in stack.engines])
+    ray.get([engine.drain.remote() for engine in stack.engines])  # else they refuse to be fed
+
+    def pids() -> list[int]:
+        return ray.get([e.__ray_call__.remote(lambda _: os.getpid()) for e in stack.engines])
+
+    before = pids()
+    # The one beside rank 0, which also keeps the weights for the file.
+    actor = psutil.Process(before[0])
     processes = [actor, *actor.children(recursive=True)]
     for process in processes[1:]:
         process.suspend()
@@ -198,12 +208,17 @@ def test_an_engine_that_is_killed_while_it_is_fed_reads_the_file(pair, tmp_path)
     killing.start()
     try:
         sync.hand_over(PolicyVersion("l", 5))  # compares the checksums
-        assert "reads the weights from disk" in said[0]
-        [(_, generation)] = sample(engine, count=1)
-        assert {span.version.step for span in generation.spans} == {5}
+        [lost] = [text for text in said if "reads the weights from disk" in text]
+        assert "started again" not in lost, "it was not fed at all"
+        assert [new == old for new, old in zip(pids(), before, strict=True)] == [False, True]
+        for engine in stack.engines:
+            [(_, generation)] = sample(engine, count=1)
+            assert {span.version.step for span in generation.spans} == {5}
         assert Policy.read(stack.pointer) == sync.policy(PolicyVersion("l", 5))
     finally:
         stack.stop()
+        trainer.close()
+        bundles.remove()
 
 
 def test_an_engine_gets_the_weights_with_the_adapters_of_a_lora_trainer_in_them(pair):
