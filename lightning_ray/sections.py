@@ -199,7 +199,14 @@ class GatewaySection(Section):
         90,
         gt=0,
         description="Seconds that a model call is held while the gate is closed (an update), "
-        "before the answer is 503 with Retry-After: 20. Every known harness bears 90.",
+        "before the answer is 503 with Retry-After: 20. Every known harness bears 90. A client "
+        "that says when it gives up is held nine tenths of that instead.",
+    )
+    longest_hold_s: float = Field(
+        540,
+        gt=0,
+        description="Most seconds that a call is held, whatever its client says; as low as the "
+        "idle time-out of a load balancer between harness and gateway.",
     )
     max_body_mib: int = Field(
         32, ge=1, description="Largest request body, in MiB; above it the answer is 413."

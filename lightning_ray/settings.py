@@ -165,6 +165,8 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
     sized = "weight_sync_mib" in config.trainer.model_fields_set
     if config.trainer.weight_sync == "file" and sized:
         yield "trainer.weight_sync_mib has no effect with weight_sync=file"
+    if config.gateway.hold_s > config.gateway.longest_hold_s:
+        yield f"gateway.hold_s={config.gateway.hold_s:g} is above gateway.longest_hold_s"
     yield from _schedule_contradictions(config)
     if config.rollout.sandbox == "none":
         for key in ("sandbox_require", "sandbox_paths"):

@@ -38,6 +38,7 @@ def gateway(tmp_path_factory):
         tmp_path_factory.mktemp("gateway"),
         [["unset"]],
         f"gateway.hold_s={HOLD_S}",
+        f"gateway.longest_hold_s={HOLD_S}",
         "sampling.max_tokens=400",
         "model.max_model_len=3000",
     )

@@ -128,8 +128,9 @@ SCRIPTS = {
 }
 # One harness per protocol in the fast suite.
 FAST = ("mini-swe-agent", "mini-swe-agent-responses", "claude-code")
-# Longer than any hold, so that the 503 path is used.
 PAUSE_S = float(os.environ.get("LIGHTNING_RAY_PAUSE_S", "130"))
+# In CI a pause is longer than any hold, so that every client sees a 503.
+LONGEST_HOLD_S = 90 if PAUSE_S <= 130 else 540
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ def gateway(tmp_path_factory):
         [["unset"]],
         f"model.max_model_len={CONTEXT_TOKENS}",
         "sampling.max_tokens=4000",
+        f"gateway.longest_hold_s={LONGEST_HOLD_S}",
     )
     running.start()
     yield running

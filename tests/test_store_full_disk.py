@@ -50,7 +50,7 @@ def insist(gateway: Running, attempt: str, body: dict) -> str:
 
 @pytest.mark.slow
 def test_calls_wait_for_room_on_the_disk_and_are_answered_once(tmp_path: Path):
-    settings = ("gateway.hold_s=2", "model.max_model_len=9000")
+    settings = ("gateway.hold_s=2", "gateway.longest_hold_s=2", "model.max_model_len=9000")
     gateway = Running(tmp_path, [["once", "twice"]], *settings)
     long = {"messages": [{"role": "user", "content": "x" * 8000}]}
     with mounted(tmp_path / "store"), contextlib.ExitStack() as ending:

@@ -33,6 +33,7 @@ from lightning_ray.gateway.bodies import Body
 from lightning_ray.gateway.dialects import Answer, ChatRequest, Dialect, Head
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.gateway.inflight import Answers, InFlight, answer_of, replay
+from lightning_ray.gateway.patience import hold_s
 from lightning_ray.gateway.planning import Memory, Plan, Planner
 from lightning_ray.gateway.render import Renderer
 from lightning_ray.line import Line
@@ -99,7 +100,7 @@ class Service:
     async def _answer(
         self, dialect: Dialect, attempt_id: str, headers: Mapping[str, str], body: Body
     ) -> bytes | AsyncIterator[bytes]:
-        arrived = time.monotonic()
+        until = time.monotonic() + hold_s(self._config.gateway, headers)
         try:
             memory = await self._memory(attempt_id, headers)
             raw = await body()
@@ -110,7 +111,7 @@ class Service:
             fingerprint = bodies.fingerprint(dialect.NAME, data)
             is_retry = headers.get("x-stainless-retry-count", "0") not in ("0", "")
             asked = Asked(attempt_id, fingerprint, self._replica, is_retry, 0, request.samples)
-            opening = await self._open(memory, asked, arrived)
+            opening = await self._open(memory, asked, until)
             if opening.verdict is Verdict.REPLAY:
                 return await self._replayed(dialect, request, memory, opening)
             making = (
@@ -119,7 +120,7 @@ class Service:
                 else self._start(dialect, request, memory, headers, fingerprint, opening)
             )
             assert making is not None
-            return await self._deliver(dialect, request, making, arrived)
+            return await self._deliver(dialect, request, making, until)
         except (AttemptOver, ray.exceptions.RayActorError) as error:
             raise _answer_to(error) from error
 
@@ -157,7 +158,7 @@ class Service:
             self._memories.popitem(last=False)
         return memory
 
-    async def _open(self, memory: Memory, asked: Asked, arrived: float) -> Opening:
+    async def _open(self, memory: Memory, asked: Asked, until: float) -> Opening:
         """Passes the gate and claims the request, or finds whose answer it gets."""
         attempt_id = asked.attempt_id
         while True:
@@ -170,8 +171,8 @@ class Service:
                 opened.add_done_callback(partial(self._abandon, attempt_id))
                 raise
             if opening is None:
-                left = arrived + self._config.gateway.hold_s - time.monotonic()
-                if closed := await self._store.wait_gate.remote(max(0.0, left)):
+                left = max(0.0, until - time.monotonic())
+                if closed := await self._store.wait_gate.remote(left):
                     raise ApiError(503, f"{closed}; try again.", code="paused")
                 continue
             memory.learn(calls)
@@ -299,11 +300,11 @@ class Service:
     # -- answering ------------------------------------------------------------------------------
 
     async def _deliver(
-        self, dialect: Dialect, request: ChatRequest, making: InFlight, arrived: float
+        self, dialect: Dialect, request: ChatRequest, making: InFlight, until: float
     ) -> bytes | AsyncIterator[bytes]:
         async with making.listening():
             if not request.stream:
-                await self._wait_or_park(making, arrived)
+                await self._wait_or_park(making, until)
                 return orjson.dumps(dialect.respond(request, await making.answer()))
             # A failure within the first seconds still gets a status of its own.
             await asyncio.wait([making.task], timeout=SILENCE_S)
@@ -311,15 +312,14 @@ class Service:
                 await making.answer()
         return self._events(dialect, request, making)
 
-    async def _wait_or_park(self, making: InFlight, arrived: float) -> None:
+    async def _wait_or_park(self, making: InFlight, until: float) -> None:
         """Waits for an answer, but not longer than a call may be held if an update holds it up:
         then it is parked, and the client's retry joins it.
 
         Raises:
             ApiError: 503, it is parked.
         """
-        now = time.monotonic()
-        await asyncio.wait([making.task], timeout=arrived + self._config.gateway.hold_s - now)
+        await asyncio.wait([making.task], timeout=until - time.monotonic())
         while not making.task.done():
             since = self._paused_since
             if since is not None and time.monotonic() - since > SHORT_PAUSE_S:
