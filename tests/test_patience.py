@@ -47,8 +47,8 @@ def test_the_python_sdks_say_how_long_they_wait() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
+        client = openai.OpenAI(api_key="k", base_url=url, timeout=300)
         with pytest.raises(openai.BadRequestError):
-            client = openai.OpenAI(api_key="k", base_url=url, timeout=300)
             client.chat.completions.create(**asked)
         with pytest.raises(anthropic.BadRequestError):
             anthropic.Anthropic(api_key="k", base_url=url).messages.create(max_tokens=9, **asked)
