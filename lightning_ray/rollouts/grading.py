@@ -7,7 +7,9 @@ posted from outside; the controller waits for those.
 
 A grader whose code under test shall run elsewhere (in a pod of the task's image, say) comes in two
 more pieces beside it in its module: `plan(task, result)` says what to run on which files, and
-`judge(task, result, episode, order, report)` makes a reward of what came of it. Both run here.
+`judge(task, result, episode, order, report)` makes a reward of what came of it. One that needs
+several rooms for a verdict has `rooms(task, result, episode, runs)` instead, which answers with
+further orders until it has a reward. All of them run here; `advance` asks either kind.
 
 Invariants: no valid reward, for whatever reason (missing, not a number, NaN, two of them, too
 late), is a `GraderFault` with the reason, never a reward of 0; a grader that passes its time limit
@@ -67,9 +69,10 @@ class GradeRequest:
 
 @dataclass(frozen=True)
 class RoomOrder:
-    """A command on a clean tree (`files`: path to text), somewhere safe. In `argv` and `env`,
-    {python} is an interpreter and {fd} one end of a socket, from which the command reads `say` and
-    to which it answers; of that, and of its output, `most_bytes` are kept."""
+    """A command on a clean tree (`files`: path to text, `binary`: path to base64), somewhere safe,
+    in the tree's folder. In `argv`, {python} is an interpreter and {fd} one end of a socket, from
+    which the command reads `say` and to which it answers; of that, of its output, and of each file
+    of the tree in `bring`, `most_bytes` are kept. `note` stays here, for when the report is in."""
 
     files: dict[str, str]
     argv: list[str]
@@ -77,18 +80,32 @@ class RoomOrder:
     say: str
     timeout_s: float
     most_bytes: int = 1 << 20
+    binary: dict[str, str] = field(default_factory=dict)
+    bring: list[str] = field(default_factory=list)
+    note: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RoomReport:
-    """What came of an order: the exit status (None: it was still running at its time limit, or had
-    to be killed), what it said on the socket, the end of its output; `overran` if it took more
-    memory or disk than the room has, and is dead with all that it said."""
+    """What came of an order: the exit status (negative: that signal; None: it was still running at
+    its time limit, or had to be killed), what it said on the socket, the end of its output, the
+    text of those files of `bring` that it left; `overran` if it took more memory or disk than the
+    room has, and is dead with all that it said."""
 
     status: int | None
     said: str
     tail: str
     overran: bool = False
+    files: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RoomRun:
+    """An order that was carried out."""
+
+    order: RoomOrder
+    report: RoomReport
 
 
 def grade(request: GradeRequest) -> Reward | GraderFault:
@@ -96,21 +113,15 @@ def grade(request: GradeRequest) -> Reward | GraderFault:
     return _reward(_ask(request, "grade"))
 
 
-def plan(request: GradeRequest) -> RoomOrder | GraderFault | None:
-    """What the grader wants to have run; None if nothing needs to be."""
-    answer = _ask(request, "plan")
-    if isinstance(answer, GraderFault):
-        return answer
-    tree = json.loads(answer)
-    return RoomOrder(**tree) if tree else None
-
-
-def judge(
-    request: GradeRequest, order: RoomOrder | None, report: RoomReport | None
-) -> Reward | GraderFault:
-    """The reward, after `order` was carried out."""
-    told = {"order": order and asdict(order), "report": report and asdict(report)}
-    return _reward(_ask(request, "judge", told))
+def advance(
+    request: GradeRequest, runs: Sequence[RoomRun]
+) -> Reward | list[RoomOrder] | GraderFault:
+    """The reward, or what the grader wants to have run besides `runs`, each in a room of its own,
+    all at the same time."""
+    answer = _ask(request, "rooms", {"runs": [asdict(run) for run in runs]})
+    if isinstance(answer, str) and answer.startswith("["):
+        return [RoomOrder(**order) for order in json.loads(answer)]
+    return _reward(answer)
 
 
 def ask_outside(folder: Path, wanted: Json) -> None:
@@ -123,11 +134,11 @@ def ask_outside(folder: Path, wanted: Json) -> None:
 
 
 def has_room(grader: str | None) -> bool:
-    """True if the grader has the pieces for a room of its own."""
+    """True if the grader has the pieces for rooms."""
     if grader is None:
         return False
     module = pkgutil.resolve_name(grader.partition(":")[0])
-    return hasattr(module, "plan") and hasattr(module, "judge")
+    return hasattr(module, "rooms") or (hasattr(module, "plan") and hasattr(module, "judge"))
 
 
 def _reward(answer: str | GraderFault) -> Reward | GraderFault:
@@ -204,29 +215,48 @@ def _main(name: str, step: str) -> None:
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     question = json.load(sys.stdin)
-    module, _, function = name.partition(":")
-    called = f"{module}:{function if step == 'grade' else step}"
     task, told = Task(**question["task"]), question["episode"]
     typed = {
         "outcome": Outcome(told["outcome"]),
         "texts": tuple(told["texts"]),
         "split": Split(told["split"]),
     }
-    episode = Episode(**told | typed)
-    arguments: list[Any] = [task, question["result"]]
-    if step == "judge":
-        order, report = question["order"], question["report"]
-        arguments += [episode, order and RoomOrder(**order), report and RoomReport(**report)]
-    elif step == "grade":
-        arguments += [episode]
-    answer = pkgutil.resolve_name(called)(*arguments)
-    if step == "plan":
-        if not isinstance(answer, RoomOrder | None):
-            raise TypeError(f"{called} must return a RoomOrder or None, got {answer!r}")
-    elif not isinstance(answer, Reward):
-        raise TypeError(f"{called} must return a lightning_ray.records.Reward, got {answer!r}")
-    json.dump(answer and asdict(answer), reply)
+    asked = task, question["result"], Episode(**told | typed)
+    if step == "grade":
+        answer = pkgutil.resolve_name(name)(*asked)
+        if not isinstance(answer, Reward):
+            raise TypeError(f"{name} must return a lightning_ray.records.Reward, got {answer!r}")
+    else:
+        runs = [
+            RoomRun(RoomOrder(**run["order"]), RoomReport(**run["report"]))
+            for run in question["runs"]
+        ]
+        answer = _in_rooms(name.partition(":")[0], *asked, runs)
+    orders = isinstance(answer, list)
+    json.dump([asdict(order) for order in answer] if orders else asdict(answer), reply)
     reply.close()
+
+
+def _in_rooms(
+    module: str, task: Task, result: Json | None, episode: Episode, runs: list[RoomRun]
+) -> Reward | list[RoomOrder]:
+    """What a grader's module says to `runs`: its `rooms`, or `plan` and `judge` for its one."""
+    grader = pkgutil.resolve_name(module)
+    if hasattr(grader, "rooms"):
+        answer = grader.rooms(task, result, episode, runs)
+    elif not runs and (order := grader.plan(task, result)) is not None:
+        answer = [order]
+    else:
+        order, report = (runs[0].order, runs[0].report) if runs else (None, None)
+        answer = grader.judge(task, result, episode, order, report)
+    if isinstance(answer, Reward):
+        return answer
+    if isinstance(answer, list) and answer and all(isinstance(x, RoomOrder) for x in answer):
+        return answer
+    raise TypeError(
+        f"{module}: in place of a reward or orders (`rooms`), a RoomOrder or None (`plan`), or a "
+        f"Reward (`judge`) it gave {answer!r}"
+    )
 
 
 if __name__ == "__main__":

@@ -213,10 +213,11 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
 
 
 def _prepare(request: AttemptRequest, workspace: Path) -> Setting:
-    """Lets the task family fill the workspace."""
+    """Lets the task family fill the workspace, which is told that it is for this machine."""
     if request.prepare is None:
         return Setting()
-    given = call_family("task.prepare", request.prepare, request.task, workspace)
+    task = replace(request.task, fields={**request.task.fields, "launcher": "local"})
+    given = call_family("task.prepare", request.prepare, task, workspace)
     try:
         return Setting.model_validate({} if given is None else given)
     except ValidationError as error:

@@ -3,6 +3,7 @@ says what it is told, and a shell script as harness."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
@@ -17,11 +18,14 @@ import ray
 import support
 from control_plane import Cluster
 from support import Running
+from swe.attacks import ATTACKS
 
 from lightning_ray.config import RunConfig, load
 from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, RolloutSpec, Split, Task
 from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
+from lightning_ray.tasks.swe import examination, offline, sources
+from lightning_ray.tasks.swe.evidence import Verdict
 
 pytestmark = pytest.mark.slow
 
@@ -448,3 +452,100 @@ def test_a_pod_that_grades_and_is_lost_is_no_verdict(site) -> None:
     ended = here.results(1)[spec.rollout_id]
     assert ended.reward is not None and ended.reward.solved, ended
     assert here.calls(spec) == 1
+
+
+# -- repository tasks ------------------------------------------------------------------------------
+
+# Asks the model once, and then does what its task says in Python.
+AGENT = """
+import base64, json, os, sys, urllib.request
+urllib.request.urlopen(urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"model": "m", "messages": [{"role": "user", "content": "mend it"}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)).read()
+exec(base64.b64decode(sys.argv[1]))
+"""
+# The image is this machine's file system, so which Python has pytest is for its PATH to say.
+WITH_PYTEST = """
+apiVersion: batch/v1
+kind: Job
+spec:
+  template:
+    spec:
+      containers:
+        - name: agent
+          image: "{{ image }}"
+          env: [{name: PATH, value: "BIN:/usr/local/bin:/usr/bin:/bin"}]
+"""
+
+
+def coded(script: str) -> str:
+    """Recipes have placeholders in braces, and so have scripts."""
+    return base64.b64encode(script.encode()).decode()
+
+
+def test_repository_tasks_are_judged_in_pods_as_on_a_node(site, tmp_path) -> None:
+    template, recipe = tmp_path / "job.yaml", tmp_path / "agent.yaml"
+    template.write_text(WITH_PYTEST.replace("BIN", str(sources.environment() / "bin")))
+    command = [
+        RECIPE["command"][0],
+        "-c",
+        f"import base64; exec(base64.b64decode('{coded(AGENT)}'))",
+    ]
+    recipe.write_text(json.dumps({**RECIPE, "command": [*command, "{task}"]}))
+    family = "lightning_ray.tasks.swe.repository"
+    here = site(
+        f"kubernetes.template={template}",
+        "kubernetes.max_pods=4",
+        "kubernetes.start_timeout_s=120",
+        f"harness.recipe={recipe}",
+        f"task.prepare={family}:prepare",
+        f"task.collect={family}:collect",
+        f"task.grader={family}:grade",
+    )
+    records = {record.instance_id: record for record in offline.records()}
+    [easy] = [name for name in records if "b96d2ehw" in name]
+    other = next(name for name, record in records.items() if record.package == "xmltodict")
+    mend = "import subprocess; subprocess.run(['git', 'apply', '-'], input={!r}, check=True)"
+    scripts = {
+        f"{what}-{number}": (name, script.format(records[name].gold_patch.encode()))
+        for number, name in enumerate((easy, other))
+        for what, script in (("mended", mend), ("untouched", ""))
+    }
+    attacks = {
+        "forged": "takes the nonce from the witness's frame and forges everything",
+        "left": "leaves at import with status 0",
+    }
+    every = {attack.name: attack for attack in ATTACKS}
+    scripts |= {what: (easy, every[name].script) for what, name in attacks.items()}
+    tasks = {task.task_id: task for task in offline.train() + offline.validation()}
+    specs = [
+        RolloutSpec(
+            f"{here.folder.name}-{what}",
+            "g",
+            Task(name, coded(script), tasks[name].fields),
+            Split.TRAIN,
+            1,
+        )
+        for what, (name, script) in scripts.items()
+    ]
+    ray.get(here.controller.submit.remote(specs))
+    ended = here.results(len(specs), 300)
+    found = {}
+    for what in scripts:
+        one = ended[f"{here.folder.name}-{what}"]
+        assert one.outcome is Outcome.COMPLETED and one.reward is not None, one
+        tampered = Verdict.TAMPERED if one.reward.metrics["tampered"] else Verdict.UNSOLVED
+        verdict = Verdict.SOLVED if one.reward.solved else tampered
+        found[what] = (verdict, one.reward.metrics["test_runs"])
+    runs = 2 + 2 * examination.PAIRS
+    assert found == {
+        "mended-0": (Verdict.SOLVED, runs),
+        "mended-1": (Verdict.SOLVED, runs),
+        "untouched-0": (Verdict.UNSOLVED, 1),
+        "untouched-1": (Verdict.UNSOLVED, 1),
+        "forged": (every[attacks["forged"]].expect, runs),
+        "left": (every[attacks["left"]].expect, 1),
+    }
+    here.cluster.until(lambda: not here.jobs() and not here.pods())

@@ -216,8 +216,7 @@ PROCESS = [
             known = frame.f_locals
             recorder, write, nonce, dumps = (
                 known["recorder"], known["write"], known["nonce"], known["dumps"])
-            order = known["order"]
-            junit = next(a for a in order["argv"] if a.startswith("--junit-xml="))[12:]
+            junit = next(a for a in known["argv"] if a.startswith("--junit-xml="))[12:]
             def leave(session, exitstatus):
                 names, out = {}, {}
                 for item in session.items:

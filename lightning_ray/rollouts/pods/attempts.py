@@ -2,11 +2,12 @@
 
 An attempt: the task family fills a workspace on a node of Ray; workspace and order go into a room
 of the store's depot; a Job is wished; what its pod sent back is read by the family, again on a
-node. A grading: the grader says what to run (`grading.plan`), a second Job of the same template
-runs it on a clean tree, and the grader says what came of it (`grading.judge`).
+node. A grading: the grader says what to run (`grading.advance`), further Jobs of the same template
+run it on clean trees, and the grader says what came of it, or what to run next.
 
 Invariants: hidden tests are never in the agent's pod, and the agent's key opens none of their
-rooms; a pod that was lost while it graded is tried again, and is no verdict.
+rooms; each order of a grader has a pod of its own; a pod that was lost while it graded is tried
+again, and is no verdict.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.records import Outcome, Reward, Task
 from lightning_ray.rollouts import grading
-from lightning_ray.rollouts.grading import GradeRequest, GraderFault, RoomReport
+from lightning_ray.rollouts.grading import GradeRequest, GraderFault, RoomReport, RoomRun
 from lightning_ray.rollouts.harness import MODEL_NAME, Recipe, RecipeError
 from lightning_ray.rollouts.lifecycle import Attempt
 from lightning_ray.rollouts.local import AttemptResult
@@ -45,9 +46,8 @@ _DYING_S = 30.0
 
 _pack = ray.remote(max_retries=2)(staging.pack)
 _outcome_of = ray.remote(max_retries=2)(staging.outcome_of)
-_plan = ray.remote(max_retries=2)(grading.plan)
+_advance = ray.remote(max_retries=2)(grading.advance)
 _room_files = ray.remote(max_retries=2)(staging.room_files)
-_judge = ray.remote(max_retries=2)(grading.judge)
 
 # Awaits a Ray task on behalf of an attempt, so that the attempt can be cancelled meanwhile.
 Wait = Callable[[Attempt, Any], Awaitable[Any]]
@@ -88,8 +88,8 @@ def check(config: RunConfig, task: Task) -> list[str]:
     ):
         named = f"grader={grader}" if grader else "grader_command"
         raise ConfigError(
-            f"task.{named} cannot grade in a pod: its module has no `plan` "
-            "and `judge`; write them (docs/kubernetes.md), or set kubernetes.grade=cluster"
+            f"task.{named} cannot grade in a pod: its module has no `plan` and `judge`, nor "
+            "`rooms`; write them (docs/kubernetes.md), or set kubernetes.grade=cluster"
         )
     launcher = Launcher(config, "check")
     launcher.check(task)
@@ -121,7 +121,7 @@ class Pods:
         self._gateway_url, self._wait = gateway_url, wait
         self._launcher = Launcher(config, run_id)
         self._kept, self._adopted = kept, dict[str, asyncio.Task[End]]()
-        self._grading: dict[str, str] = {}  # attempt id -> the room in which it is graded
+        self._grading: dict[str, set[str]] = {}  # attempt id -> the rooms in which it is graded
         self._options = {"num_cpus": config.rollout.cpus, "scheduling_strategy": "SPREAD"}
         self._late: asyncio.Task[None] | None = None
         self._started = False
@@ -202,29 +202,33 @@ class Pods:
         return attempt_id in self._adopted
 
     async def grade(self, attempt: Attempt, request: GradeRequest) -> Reward | GraderFault:
-        """The reward, by hidden tests in a second pod.
+        """The reward, by hidden tests in further pods.
 
         Raises:
             RayError: a node was lost.
         """
-        plan = _plan.options(**self._options).remote(request)
-        order = await self._wait(attempt, plan)
-        if isinstance(order, GraderFault):
-            return order
-        report: RoomReport | None = None
-        if order is not None:
-            answer = await self._carry_out(attempt, order)
-            if isinstance(answer, GraderFault):
-                return answer
-            report = answer
-        judge = _judge.options(**self._options).remote(request, order, report)
-        verdict: Reward | GraderFault = await self._wait(attempt, judge)
-        return verdict
+        runs: list[RoomRun] = []
+        while True:
+            work = _advance.options(**self._options).remote(request, runs)
+            answer = await self._wait(attempt, work)
+            if not isinstance(answer, list):
+                verdict: Reward | GraderFault = answer
+                return verdict
+            try:
+                lay_out = _room_files.options(**self._options).remote(answer)
+                files = await self._wait(attempt, lay_out)
+            except RayTaskError as error:
+                return GraderFault(f"what the grader wants cannot be laid out: {_said(error)}")
+            reports = await self._carry_out(attempt, len(runs), files)
+            for order, report in zip(answer, reports, strict=True):
+                if isinstance(report, GraderFault):
+                    return report
+                runs.append(RoomRun(order, report))
 
     def cancel(self, attempt_id: str) -> None:
         """Ends the attempt's Jobs."""
         self._launcher.cancel(attempt_id)
-        if room := self._grading.get(attempt_id):
+        for room in self._grading.get(attempt_id, ()):
             self._launcher.cancel(room)
 
     async def stop(self) -> None:
@@ -240,18 +244,30 @@ class Pods:
     # -------------------------------------------------------------------------------------------
 
     async def _carry_out(
-        self, attempt: Attempt, order: grading.RoomOrder
+        self, attempt: Attempt, first: int, files: list[dict[str, bytes]]
+    ) -> list[RoomReport | GraderFault]:
+        """What came of orders, each in a room of its own; `first` is the number of the first."""
+        names = [f"{attempt.attempt_id}.g{number}" for number in range(first, first + len(files))]
+        works = [
+            asyncio.ensure_future(self._in_room(attempt, name, one))
+            for name, one in zip(names, files, strict=True)
+        ]
+        try:
+            return await asyncio.gather(*works)
+        finally:  # where one of them raised, the others are of no use
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+
+    async def _in_room(
+        self, attempt: Attempt, name: str, files: dict[str, bytes]
     ) -> RoomReport | GraderFault:
         fault = ""
-        try:
-            work = _room_files.options(**self._options).remote(order)
-            files: dict[str, bytes] = await self._wait(attempt, work)
-        except RayTaskError as error:
-            return GraderFault(f"the grader's plan cannot be laid out: {_said(error)}")
         for number in range(self._config.rollout.retries + 1):
-            room = f"{attempt.attempt_id}.g{number}"
+            room = f"{name}-{number}"
             key = secrets.token_urlsafe(32)
-            self._grading[attempt.attempt_id] = room
+            rooms = self._grading.setdefault(attempt.attempt_id, set())
+            rooms.add(room)
             try:
                 await self._open(room, key, files)
                 names = self._names(attempt, room)
@@ -259,7 +275,9 @@ class Pods:
                 end = await self._launcher.run(attempt.spec.task, wanted, names)
                 result = await self._store.room_result.remote(room)
             finally:
-                del self._grading[attempt.attempt_id]
+                rooms.discard(room)
+                if not rooms:
+                    self._grading.pop(attempt.attempt_id, None)
                 await self._close(room)
             if end.outcome is Outcome.CANCELLED:
                 return GraderFault("cancelled")

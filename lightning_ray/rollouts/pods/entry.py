@@ -4,7 +4,7 @@ came of it.
 Standard library only, for any Python from 3.8: this file travels with the order into the user's own
 image, where `manifest.BOOTSTRAP` executes it. An order of the kind `harness` fills the workspace,
 runs the harness and sends back what it changed there; one of the kind `room` runs a command on a
-clean tree and sends back what that reported, and how it ended.
+clean tree and sends back what that reported, files that it left, and how it ended.
 
 Invariants: the room's key is in the memory of this process only, which others in the pod can
 neither read (it is not dumpable) nor signal (it is the first process); a harness gets one that is
@@ -236,14 +236,22 @@ def run_room(order: Order, request: Request, key: str) -> Facts:
     say = base64.b64decode(order["say"])
     threading.Thread(target=deliver, args=(ours, say), daemon=True).start()
     facts = run(argv, {**os.environ, **order["env"]}, order["cwd"], b"", order, theirs)
-    report = {
-        "ended_by": facts["ended_by"],
-        "status": facts["status"],
-        "said": base64.b64encode(facts["said"]).decode(),
-        "tail": facts["tail"],
-    }
+    report = {name: facts[name] for name in ("ended_by", "status", "tail", "seconds")}
+    report["said"] = base64.b64encode(facts["said"]).decode()
+    report["files"] = left(workspace, order["bring"], order["output_bytes"])
     request("result", json.dumps(report).encode())
     return facts
+
+
+def left(root: str, paths: list[str], most: int) -> dict[str, str]:
+    """Those of `paths` that are files, and small, in base64: whoever ran may have left anything."""
+    found: dict[str, str] = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            file = os.open(os.path.join(root, path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            if stat.S_ISREG(os.fstat(file).st_mode) and os.fstat(file).st_size <= most:
+                found[path] = base64.b64encode(os.read(file, most)).decode()
+    return found
 
 
 def deliver(channel: socket.socket, content: bytes) -> None:
@@ -263,7 +271,7 @@ def run(
     passed: socket.socket | None = None,
 ) -> Facts:
     """Runs a program to its end, or to its limits, and then kills all that it left."""
-    kills = oom_kills()
+    kills, started = oom_kills(), time.monotonic()
     read, write = os.pipe()
     source = tempfile.TemporaryFile()  # noqa: SIM115, the program has it
     source.write(stdin)
@@ -301,6 +309,7 @@ def run(
         "error": last[0][:500] if last and status else "",
         "tail": tail.decode(errors="replace")[-2000:],
         "said": said,
+        "seconds": time.monotonic() - started,
     }
 
 

@@ -19,7 +19,7 @@ import shutil
 import stat
 import tarfile
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from lightning_ray.records import Json, Task
@@ -46,11 +46,13 @@ class PodLimits:
 
 
 def pack(task: Task, prepare: str | None) -> bytes:
-    """A tar of the workspace that the task family fills.
+    """A tar of the workspace that the task family fills, which is told that it is for a pod, in the
+    task's field `launcher`.
 
     Raises:
-        FamilyError: the family failed.
+        FamilyError: the family failed, or wants what only this machine has.
     """
+    task = replace(task, fields={**task.fields, "launcher": "kubernetes"})
     with tempfile.TemporaryDirectory(prefix="lr-stage-") as folder:
         if prepare and call_family("task.prepare", prepare, task, Path(folder)):
             raise FamilyError(
@@ -213,12 +215,22 @@ def pod_values(
     )
 
 
-def room_files(order: RoomOrder) -> dict[str, bytes]:
-    """The files of a room for hidden tests."""
+def room_files(orders: list[RoomOrder]) -> list[dict[str, bytes]]:
+    """The files of a room for each order.
+
+    Raises:
+        ValueError: a path leaves the tree, or what is no base64.
+    """
+    return [_room_files(order) for order in orders]
+
+
+def _room_files(order: RoomOrder) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="lr-room-") as folder:
-        for path, text in order.files.items():
+        contents = {path: text.encode() for path, text in order.files.items()}
+        contents |= {path: base64.b64decode(text) for path, text in order.binary.items()}
+        for path, content in contents.items():
             if target := _place(Path(folder), path, make=True):
-                target.write_bytes(text.encode())
+                target.write_bytes(content)
         tree = _tar(Path(folder))
     told = _order(
         "room",
@@ -229,6 +241,7 @@ def room_files(order: RoomOrder) -> dict[str, bytes]:
         home=IN_POD.home,
         tmp=IN_POD.tmp,
         say=base64.b64encode(order.say.encode()).decode(),
+        bring=order.bring,
         timeout_s=order.timeout_s,
         output_bytes=order.most_bytes,
         result_bytes=4 * order.most_bytes,
@@ -244,9 +257,16 @@ def room_report(result: bytes) -> RoomReport:
     """
     try:
         told = json.loads(result)
-        said = base64.b64decode(told["said"]).decode(errors="replace")
-        status = told["status"] if told["ended_by"] in ("exit", "signal") else None
-        return RoomReport(status, said, str(told["tail"]))
+        texts = {"": told["said"], **told["files"]}
+        texts = {n: base64.b64decode(t).decode(errors="replace") for n, t in texts.items()}
+        ways = {"exit": told["status"], "signal": -(told["status"] or 0)}
+        return RoomReport(
+            ways.get(told["ended_by"]),
+            texts.pop(""),
+            str(told["tail"]),
+            files=texts,
+            seconds=float(told["seconds"]),
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the pod's report cannot be read: {error}") from error
 

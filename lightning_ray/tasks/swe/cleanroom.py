@@ -1,10 +1,9 @@
-"""The clean room: tests of a repository that somebody changed, and what their results are worth.
+"""The clean room on this machine: runs tests of a repository that somebody changed.
 
 Steps that can be used apart: `stage` (a fresh tree on disk), `run` (one fresh pytest process, in a
 sandbox where there is one, that reports over a private socket) and `evidence.weigh` (what one run
-amounts to). `examine` puts them together: the suite once as it is and, if that looks solved, again
-in pairs of runs in which a random half of the tests are replaced by twins (`twins.py`), which
-correct code must fail.
+amounts to). `examine` puts them together: it runs the trials that `examination.wanted` asks for,
+one after the other.
 
 Invariants: nothing that the code under test prints is read; a contradiction between witnesses is
 TAMPERED, with the evidence, and never a pass; what goes wrong before the repository's code runs is
@@ -16,10 +15,8 @@ unless it knows the right answers. Standard library only: it also runs in a repo
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
-import secrets
 import signal
 import socket
 import subprocess
@@ -29,29 +26,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ray.tasks.swe import twins
-from lightning_ray.tasks.swe.evidence import (
-    Judgement,
-    Report,
-    Suite,
-    Tree,
-    Verdict,
-    canaries,
-    read,
-    weigh,
+from lightning_ray.tasks.swe import examination
+from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, read
+from lightning_ray.tasks.swe.examination import (
+    ARGUMENTS,
+    JUNIT,
+    PAIRS,
+    SCRATCH,
+    WITNESS,
+    Given,
+    RoomFault,
+    with_twins,
 )
 
-PAIRS = 2  # of mixed runs: a forger who tosses coins passes with probability 1/29 at best
+__all__ = ["PAIRS", "Protection", "RoomFault", "examine", "run", "stage", "with_twins"]
+
 MAX_REPORT_BYTES = 16 << 20  # tens of thousands of test ids
-LIMITS = {  # of the test process; a runaway must hit these before the machine notices
-    "RLIMIT_FSIZE": 256 << 20,
-    "RLIMIT_AS": 2 << 30,
-    "RLIMIT_CORE": 0,
-}
-
-
-class RoomFault(RuntimeError):
-    """The clean room itself failed: there is no verdict, and another try may give one."""
+MAX_JUNIT_BYTES = 64 << 20
 
 
 def _no_sandbox(_room: Path, _scratch: Path) -> list[str]:
@@ -99,44 +90,16 @@ def examine(
             known-bad tree is not unsolved.
     """
     rng = rng or random.SystemRandom()
-    first = run(tree, suite, protection=protection)
-    counts = {
-        "fail_to_pass": sum(map(first.passed, suite.fail_to_pass)),
-        "pass_to_pass": sum(map(first.passed, suite.pass_to_pass)),
-    }
-    verdict, evidence = weigh(first, suite)
-    seconds, runs = first.seconds, 1
-    if known_bad is not None and verdict is Verdict.SOLVED:
-        bad = run(known_bad, suite, protection=protection)
-        seconds, runs = seconds + bad.seconds, runs + 1
-        if (found := weigh(bad, suite)[0]) is not Verdict.UNSOLVED:
-            raise RoomFault(f"the known-bad tree is {found} here: this room cannot judge")
-    functions = sorted(suite.twins)
-    for _ in range(pairs if functions else 0):
-        if verdict is not Verdict.SOLVED:
-            break
-        half = frozenset(name for name in functions if rng.random() < 0.5)
-        masks = [half, frozenset(functions) - half]
-        rng.shuffle(masks)
-        for mask in masks:
-            mixed = run(with_twins(tree, suite, mask, rng), suite, protection=protection)
-            seconds, runs = seconds + mixed.seconds, runs + 1
-            verdict, evidence = weigh(mixed, suite, mask)
-            if verdict is not Verdict.SOLVED:
-                break
-    return Judgement(verdict, evidence, **counts, runs=runs, seconds=seconds)
-
-
-def with_twins(
-    tree: Mapping[str, bytes], suite: Suite, mask: frozenset[str], rng: random.Random
-) -> Tree:
-    """The tree in which the tests of `mask` are replaced by a twin of each."""
-    edits: dict[str, list[twins.Edit]] = {}
-    for name in sorted(mask):
-        path = name.partition("::")[0]
-        edits.setdefault(path, []).append(rng.choice(suite.twins[name]))
-    changed = {p: twins.edited(tree[p].decode(), found).encode() for p, found in edits.items()}
-    return {**tree, **changed}
+    done: list[tuple[examination.Trial, Report]] = []
+    while True:
+        answer = examination.wanted(
+            suite, done, known_bad=known_bad is not None, pairs=pairs, rng=rng
+        )
+        if isinstance(answer, Judgement):
+            return answer
+        trial = answer[0]
+        subject = examination.tree_of(trial, tree, known_bad, suite, rng)
+        done.append((trial, run(subject, suite, protection=protection)))
 
 
 def run(
@@ -153,53 +116,19 @@ def run(
     Raises:
         RoomFault: see `examine`.
     """
-    nonce = secrets.token_hex(16)
-    canary = f"test_{secrets.token_hex(4)}.py"
-    birds = f"{Path(suite.targets[0]) if suite.targets[0] else Path()}"
-    home = birds if not birds.endswith(".py") else str(Path(birds).parent)
-    canary_path = str(Path(home) / canary)
+    what = examination.given(tree, suite, shuffle=shuffle, test_seconds=test_seconds)
     with tempfile.TemporaryDirectory(prefix="lr-room-", ignore_cleanup_errors=True) as name:
         room = Path(name).resolve()
-        copy, scratch = room / "tree", room / "scratch"
         try:
-            for folder in (copy, scratch, scratch / "tmp"):
-                folder.mkdir()
-            stage({**tree, canary_path: canaries()}, copy)
-            witness = copy.parent / "witness.py"
-            witness.write_bytes(Path(__file__).with_name("witness.py").read_bytes())
-            (scratch / "pytest.ini").write_text("[pytest]\n")
-            return _run(
-                suite, copy, scratch, protection, nonce, canary_path,
-                {"shuffle": shuffle, "test_seconds": test_seconds}, hash_seed,
-            )  # fmt: skip
+            stage(what.files, room)
+            (room / SCRATCH / "tmp").mkdir()
+            return _run(suite, what, room, protection, hash_seed)
         except OSError as error:
             raise RoomFault(f"cannot run tests: {error}") from error
 
 
-def _run(
-    suite: Suite,
-    tree: Path,
-    scratch: Path,
-    protection: Protection,
-    nonce: str,
-    canary: str,
-    options: Mapping[str, object],
-    hash_seed: int,
-) -> Report:
-    junit = scratch / "junit.xml"
-    order = {
-        "nonce": nonce,
-        "limits": {"RLIMIT_CPU": int(suite.cpu_s) + 1} | LIMITS,
-        "tree": str(tree),
-        "paths": [str(tree / path) for path in suite.paths],
-        "argv": [
-            "-q", "-c", str(scratch / "pytest.ini"), f"--rootdir={tree}", f"--junit-xml={junit}",
-            "-p", "no:cacheprovider", "--disable-warnings", "--tb=no", "--color=no",
-            "--continue-on-collection-errors", f"--basetemp={scratch / 'tmp' / 'pytest'}",
-            *dict.fromkeys([*suite.targets, str(Path(canary))]),
-        ],
-        **options,
-    }  # fmt: skip
+def _run(suite: Suite, what: Given, room: Path, protection: Protection, hash_seed: int) -> Report:
+    scratch = room / SCRATCH
     started = time.monotonic()
     deadline = started + suite.timeout_s
     ours, theirs = socket.socketpair()
@@ -207,13 +136,13 @@ def _run(
     if user is not None:
         for folder in (scratch, scratch / "tmp"):
             os.chown(folder, user, user)
-        os.chmod(tree.parent, 0o755)
+        os.chmod(room, 0o755)
     with ours, tempfile.TemporaryFile() as errors:
         with theirs:
             process = subprocess.Popen(
                 [
-                    *protection.prefix(tree.parent, scratch), suite.python, "-s", "-P", "-B",
-                    str(tree.parent / "witness.py"), str(theirs.fileno()),
+                    *protection.prefix(room, scratch), suite.python, *ARGUMENTS,
+                    str(room / WITNESS), str(theirs.fileno()),
                 ],
                 cwd=scratch,
                 env=_environment(suite.python, scratch, hash_seed),
@@ -227,9 +156,7 @@ def _run(
                 extra_groups=None if user is None else [],
             )  # fmt: skip
         try:
-            ready, told = converse(
-                ours, json.dumps(order).encode() + b"\n", deadline, MAX_REPORT_BYTES
-            )
+            ready, told = converse(ours, what.say, deadline, MAX_REPORT_BYTES)
             status = wait(process, deadline)
         finally:
             kill(process)
@@ -239,7 +166,17 @@ def _run(
             late = "" if status is not None else f" within {suite.timeout_s:g} s"
             raise RoomFault(f"the test process did not start{late}: {said[-1]}")
     seconds = time.monotonic() - started
-    return read(told, status, nonce, junit, canary, seconds)
+    return read(told, status, what.nonce, _left(room / JUNIT), what.canary, seconds)
+
+
+def _left(path: Path) -> bytes | None:
+    """A file that a dead process left, unless it is a link, a pipe, or huge."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            content = file.read(MAX_JUNIT_BYTES + 1)
+        return content if len(content) <= MAX_JUNIT_BYTES else None
+    return None
 
 
 def _environment(python: str, scratch: Path, hash_seed: int) -> dict[str, str]:
@@ -249,10 +186,7 @@ def _environment(python: str, scratch: Path, hash_seed: int) -> dict[str, str]:
         "PATH": os.pathsep.join([str(Path(python).parent), os.defpath]),
         "HOME": str(scratch),
         "TMPDIR": str(scratch / "tmp"),
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": str(hash_seed),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        **examination.environment(hash_seed),
         **kept,
     }
 
@@ -270,9 +204,7 @@ def converse(
             if not (chunk := channel.recv(1 << 16)):
                 break
             received += chunk
-    first, _, rest = received.partition(b"\n")
-    second, end, _ = rest.partition(b"\n")
-    return first, second if end else b""
+    return examination.lines(received)
 
 
 def wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:

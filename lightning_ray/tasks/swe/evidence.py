@@ -2,7 +2,7 @@
 
 `Suite` says which tests judge a task, `read` makes a `Report` out of what one run left (exit
 status, report, JUnit file), with every contradiction between them, and `weigh` turns a report into
-a verdict. Pure, but for the JUnit file.
+a verdict. Pure.
 
 Invariants: a report with a contradiction is never SOLVED; a run in which a canary or a twin does
 not fail is never SOLVED. Standard library only: it also runs in a repository's own image.
@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import random
 import secrets
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 from lightning_ray.tasks.swe import twins
 
-MAX_JUNIT_BYTES = 64 << 20
 CANARIES = (  # each fails by another mechanism that an attack may disable
     "def test_{0}():\n    raise AssertionError('unequal')\n",
     "def test_{0}():\n    assert [1, {1}] == [1, {2}]\n",
@@ -46,9 +43,9 @@ class Verdict(StrEnum):
 @dataclass(frozen=True)
 class Suite:
     """The tests that judge a task. `expected` ids must pass; others may be there, since a repair
-    may
-    add to what a package's tests enumerate. `twins` are changes to tests, by `FILE::NAME`, as are
-    `owners` and `touchy`. `targets` and `paths` (for imports) are relative to the tree."""
+    may add to what a package's tests enumerate. `twins` are changes to tests, by `FILE::NAME`, as
+    are `owners` and `touchy`. `targets` and `paths` (for imports) are relative to the tree.
+    `python` is the interpreter on this machine, `version` which one it must be (`3.11`)."""
 
     python: str
     targets: tuple[str, ...]
@@ -60,6 +57,7 @@ class Suite:
     paths: tuple[str, ...] = ("",)
     timeout_s: float = 120.0  # on the clock, which a loaded machine can slow down ...
     cpu_s: float = 60.0  # ... and of a processor
+    version: str = ""
 
     @property
     def expected(self) -> frozenset[str]:
@@ -131,9 +129,15 @@ def weigh(
 
 
 def read(
-    told: bytes, status: int | None, nonce: str, junit: Path, canary: str, seconds: float = 0.0
+    told: bytes,
+    status: int | None,
+    nonce: str,
+    junit: bytes | None,
+    canary: str,
+    seconds: float = 0.0,
 ) -> Report:
-    """A report out of what the witnesses left, with every contradiction between them."""
+    """A report out of what the witnesses left, with every contradiction between them. `junit` is
+    what is in pytest's JUnit file; None: there is none."""
     if status is None:
         return Report(None, seconds=seconds)
     if status not in (0, 1) or not told:
@@ -173,17 +177,18 @@ def read(
     )
 
 
-def _junit_against(junit: Path, outcomes: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
+def _junit_against(
+    junit: bytes | None, outcomes: Mapping[str, str], names: Mapping[str, str]
+) -> list[str]:
     """How pytest's own JUnit file differs from the report."""
-    try:
-        descriptor = os.open(junit, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            content = file.read(MAX_JUNIT_BYTES + 1)
-        if len(content) > MAX_JUNIT_BYTES or b"<!DOCTYPE" in content:
-            return ["the JUnit file is no JUnit file"]
-        cases = list(ElementTree.fromstring(content).iter("testcase"))
-    except (OSError, ElementTree.ParseError):
+    if junit is None:
         return ["there is no JUnit file"]
+    if b"<!DOCTYPE" in junit:
+        return ["the JUnit file is no JUnit file"]
+    try:
+        cases = list(ElementTree.fromstring(junit).iter("testcase"))
+    except ElementTree.ParseError:
+        return ["the JUnit file is no JUnit file"]
     bad: dict[str, int] = {}
     for case in cases:
         failed = any(child.tag in ("failure", "error") for child in case)

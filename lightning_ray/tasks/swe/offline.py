@@ -103,17 +103,19 @@ def _task(record: RepositoryTask) -> Task:
     return record.model_copy(update={"pass_to_pass": ()}).to_task()
 
 
-def suite(record: RepositoryTask) -> Suite:
-    """The tests that judge a task of these packages.
+def suite(record: RepositoryTask, python: str | None = None) -> Suite:
+    """The tests that judge a task of these packages. `python` is by default that of the environment
+    of the tests on this machine, which is made if need be.
 
     Raises:
         RecordError: it is none of them.
+        SourceError: there is no such environment.
     """
     _known(record)
     package, known = sources.packages()[record.package], suites()[record.package]
     failing = frozenset(record.fail_to_pass)
     return Suite(
-        python=str(sources.environment() / "bin" / "python"),
+        python=python or str(sources.environment() / "bin" / "python"),
         targets=package.targets,
         fail_to_pass=failing,
         pass_to_pass=frozenset(known["stable"]) - failing,

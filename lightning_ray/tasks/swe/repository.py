@@ -1,21 +1,22 @@
 """The task family of repositories: lays one out, reads what an agent changed, and judges it.
 
 `prepare` writes the buggy tree as a repository of one commit, without the tests that show the bug,
-and names the environment that the agent may read. `collect` reads what differs once the harness is
-dead. `grade` applies it to a fresh tree that has all tests, in another process, and asks the clean
-room.
+and names the environment that the agent may read; in a pod that is the image's. `collect` reads
+what differs once the harness is dead. `grade` applies it to a fresh tree that has all tests, in
+another process, and asks the clean room; `rooms` does the same with a pod for each run.
 
-Invariants: only a repository for which the clean room says SOLVED is solved; a fault of the grader
-is a GradingError, never a reward; changes to tests or configuration are refused, whoever collected
-them; validation rewards are 0 or 1. Limit: without bubblewrap the tests run with the grader's
-rights.
+Invariants: only a repository for which the clean room says SOLVED is solved, wherever it is; a
+fault of the grader is a GradingError, never a reward; changes to tests or configuration are
+refused, whoever collected them; validation rewards are 0 or 1. Limit: on this machine, without
+bubblewrap, the tests run with the grader's rights.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from lightning_ray import canary
 from lightning_ray.records import Json, Reward, Split, Task
 from lightning_ray.rollouts import sandbox
-from lightning_ray.rollouts.grading import Episode
-from lightning_ray.tasks.swe import cleanroom, offline, sources, workspace
+from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomRun
+from lightning_ray.tasks.swe import cleanroom, examination, offline, remote, sources, workspace
 from lightning_ray.tasks.swe.cleanroom import Protection, RoomFault
 from lightning_ray.tasks.swe.evidence import Judgement, Tree, Verdict
 from lightning_ray.tasks.swe.grading import GradingError
@@ -43,6 +44,7 @@ _GIT = {  # the same commit in every rollout, and nothing of the operator's conf
     "GIT_AUTHOR_DATE": "2026-01-01T00:00:00Z",
     "GIT_COMMITTER_DATE": "2026-01-01T00:00:00Z",
 }
+_IMPOSSIBLE = Judgement(Verdict.UNSOLVED, ("a file where a folder must be",))
 
 
 class Shaping(BaseModel):
@@ -62,7 +64,8 @@ class Shaping(BaseModel):
 def prepare(task: Task, folder: Path) -> Json:
     """Writes the repository into an empty folder.
 
-    Returns: what the harness gets besides its own, a `lightning_ray.rollouts.local.Setting`.
+    Returns: what the harness gets besides its own, a `lightning_ray.rollouts.local.Setting`; empty
+    for a pod, whose image has all.
 
     Raises:
         RecordError, SourceError: the task's repository cannot be had on this machine.
@@ -70,6 +73,8 @@ def prepare(task: Task, folder: Path) -> Json:
     record = RepositoryTask.from_task(task)
     cleanroom.stage(offline.agent_tree(record), folder)
     commit(folder, record.instance_id)
+    if task.fields.get("launcher") == "kubernetes":
+        return {}
     return {
         "path": [str(sources.environment() / "bin")],
         "readable": [str(path) for path in sources.readable()],
@@ -120,33 +125,37 @@ def grade(task: Task, result: Mapping[str, Any] | None, episode: Episode) -> Rew
     Raises:
         GradingError: there is no verdict, or a canary was seen.
     """
+    record, shaping = _asked(task, episode)
+    judgement = judge(record, _changes(result))
+    return _reward(record, result, judgement, episode, shaping)
+
+
+def rooms(
+    task: Task, result: Mapping[str, Any] | None, episode: Episode, runs: Sequence[RoomRun]
+) -> Reward | list[RoomOrder]:
+    """`grade` where each run of the tests has a pod of its own: the reward, or which runs it takes
+    besides `runs`.
+
+    Raises:
+        GradingError: as above.
+    """
+    record, shaping = _asked(task, episode)
     try:
-        record = RepositoryTask.from_task(task)
-        shaping = Shaping.model_validate(episode.options)
-    except ValueError as error:  # pydantic's and ours
-        raise GradingError(f"task {task.task_id}: {error}") from error
-    if seen := canary.first_seen(episode.texts):
-        raise GradingError(
-            f"task {task.task_id}: the reply of call {seen[0]} of attempt {episode.attempt_id} "
-            f"holds a canary ({seen[1]}): the agent saw what it must not, and its rollout is void"
-        )
-    result = result or {}
-    judgement = judge(record, result.get("files", {}))
-    if judgement.verdict is not Verdict.SOLVED:
-        print(f"{judgement.verdict}: {'; '.join(judgement.evidence)}", file=sys.stderr)
-    expected = max(len(record.fail_to_pass), 1)
-    return Reward(
-        value=shaped(judgement, record, episode, shaping),
-        solved=judgement.verdict is Verdict.SOLVED,
-        metrics={
-            "tampered": float(judgement.verdict is Verdict.TAMPERED),
-            "fail_to_pass": judgement.fail_to_pass / expected,
-            "refused_files": float(len(result.get("refused", []))),
-            "changed_files": float(len(result.get("files", {}))),
-            "test_runs": float(judgement.runs),
-            "test_seconds": judgement.seconds,
-        },
-    )
+        suite = replace(offline.suite(record, "python3"), version=record.python)
+        broken = offline.graded_tree(record)
+        tree = merged(broken, _changes(result), protected(record))
+        if tree is None:
+            return _reward(record, result, _IMPOSSIBLE, episode, shaping)
+        done = [remote.read(run) for run in runs]
+        answer = examination.wanted(suite, done, known_bad=True)
+        if isinstance(answer, Judgement):
+            return _reward(record, result, answer, episode, shaping)
+        return [
+            remote.order(trial, examination.tree_of(trial, tree, broken, suite), suite)
+            for trial in answer
+        ]
+    except (RoomFault, RecordError, sources.SourceError, ValueError) as error:
+        raise GradingError(f"task {record.instance_id}: cannot grade: {error}") from error
 
 
 def judge(record: RepositoryTask, changes: Mapping[str, str | None]) -> Judgement:
@@ -160,10 +169,52 @@ def judge(record: RepositoryTask, changes: Mapping[str, str | None]) -> Judgemen
         broken = offline.graded_tree(record)
         tree = merged(broken, changes, protected(record))
         if tree is None:
-            return Judgement(Verdict.UNSOLVED, ("a file where a folder must be",))
+            return _IMPOSSIBLE
         return cleanroom.examine(tree, suite, protection=protection(record), known_bad=broken)
     except (RoomFault, RecordError, sources.SourceError, ValueError) as error:
         raise GradingError(f"task {record.instance_id}: cannot grade: {error}") from error
+
+
+def _changes(result: Mapping[str, Any] | None) -> Mapping[str, str | None]:
+    return (result or {}).get("files", {})
+
+
+def _asked(task: Task, episode: Episode) -> tuple[RepositoryTask, Shaping]:
+    """What is to be judged, and how it is rewarded."""
+    try:
+        record = RepositoryTask.from_task(task)
+        shaping = Shaping.model_validate(episode.options)
+    except ValueError as error:  # pydantic's and ours
+        raise GradingError(f"task {task.task_id}: {error}") from error
+    if seen := canary.first_seen(episode.texts):
+        raise GradingError(
+            f"task {task.task_id}: the reply of call {seen[0]} of attempt {episode.attempt_id} "
+            f"holds a canary ({seen[1]}): the agent saw what it must not, and its rollout is void"
+        )
+    return record, shaping
+
+
+def _reward(
+    record: RepositoryTask,
+    result: Mapping[str, Any] | None,
+    judgement: Judgement,
+    episode: Episode,
+    shaping: Shaping,
+) -> Reward:
+    if judgement.verdict is not Verdict.SOLVED:
+        print(f"{judgement.verdict}: {'; '.join(judgement.evidence)}", file=sys.stderr)
+    return Reward(
+        value=shaped(judgement, record, episode, shaping),
+        solved=judgement.verdict is Verdict.SOLVED,
+        metrics={
+            "tampered": float(judgement.verdict is Verdict.TAMPERED),
+            "fail_to_pass": judgement.fail_to_pass / max(len(record.fail_to_pass), 1),
+            "refused_files": float(len((result or {}).get("refused", []))),
+            "changed_files": float(len(_changes(result))),
+            "test_runs": float(judgement.runs),
+            "test_seconds": judgement.seconds,
+        },
+    )
 
 
 def merged(

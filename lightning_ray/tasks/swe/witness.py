@@ -1,14 +1,18 @@
-"""Runs a repository's tests with pytest and reports what each did. Run by `cleanroom`.
+"""Runs a repository's tests with pytest and reports what each did. Run by `cleanroom` or in a pod.
 
-Started as `python -s -P -B witness.py FD` in the environment of the repository: reads one JSON line
-from the socket FD, answers `ready`, runs the tests, answers one JSON line that repeats the nonce,
-and exits with pytest's status, without running anybody's exit handlers.
+Started as `python -s -B witness.py FD` in the environment of the repository, beside the folders
+`tree` and `scratch` of its room: reads one JSON line from the socket FD, answers `ready`, runs the
+tests, answers one JSON line that repeats the nonce, and exits with pytest's status, without running
+anybody's exit handlers.
 
 Invariants: nothing of the repository is imported before `ready` is sent, so that what goes wrong
 before is the grader's fault; configuration and plug-ins of the repository are not read, except
 `conftest.py` (which nobody's changes may touch); the standard library comes before the repository
-on the import path. Standard library and pytest only: the environment has nothing else of ours.
+on the import path. Standard library and pytest only: the environment, which may be an image with
+Python 3.8, has nothing else of ours.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -21,6 +25,8 @@ import threading
 import time
 from typing import Any
 
+ROOM = os.path.dirname(os.path.abspath(__file__))
+TREE, SCRATCH = os.path.join(ROOM, "tree"), os.path.join(ROOM, "scratch")
 RANK = ("passed", "xfailed", "xpassed", "skipped", "failed")  # a test's worst phase is its outcome
 
 
@@ -67,9 +73,23 @@ def expire(*_: object) -> None:
     raise TestTooSlow
 
 
+def command(targets: list[str]) -> list[str]:
+    """Of pytest, with our configuration and no other."""
+    return [
+        "-q", "-c", f"{SCRATCH}/pytest.ini", f"--rootdir={TREE}",
+        f"--junit-xml={SCRATCH}/junit.xml", f"--basetemp={SCRATCH}/pytest",
+        "-p", "no:cacheprovider", "--disable-warnings", "--tb=no", "--color=no",
+        "--continue-on-collection-errors", *targets,
+    ]  # fmt: skip
+
+
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     order = json.loads(channel.makefile("r").readline())
+    sys.path[:] = [path for path in sys.path if path != ROOM]
+    ours = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    if order["version"] not in ("", ours):
+        sys.exit(f"this Python is {ours}, and the task wants {order['version']}")
     import pytest
 
     for limit, value in order["limits"].items():
@@ -80,10 +100,11 @@ def main() -> None:
         signal.signal(signal.SIGALRM, expire)
     recorder = Recorder(order["shuffle"], order["test_seconds"])
     write, dumps, nonce, leave = channel.sendall, json.dumps, order["nonce"], os._exit
-    os.chdir(order["tree"])
+    os.chdir(TREE)
     write(b"ready\n")
-    sys.path += order["paths"]
-    status = pytest.main(order["argv"], plugins=[recorder])
+    sys.path += [os.path.normpath(os.path.join(TREE, path)) for path in order["paths"]]
+    argv = command(order["targets"])
+    status = pytest.main(argv, plugins=[recorder])
     signal.setitimer(signal.ITIMER_REAL, 0)
     report = {
         "nonce": nonce,

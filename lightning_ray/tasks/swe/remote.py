@@ -1,0 +1,72 @@
+"""The clean room in pods: trials of an examination as orders for rooms, and reports out of them.
+
+Each run has a room, that is a pod, of its own: what code under test saves of the originals is gone
+when it meets the twins. The pod gets the tree that it runs, `witness.py` and a nonce; which trial
+that was, and what would be right, stays in the order's note on our side.
+
+Invariants: nothing in a pod decides; what goes wrong before the repository's code runs (no pytest
+in the image, another Python) is a RoomFault, never a verdict.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+
+from lightning_ray.rollouts.grading import RoomOrder, RoomRun
+from lightning_ray.tasks.swe import evidence, examination
+from lightning_ray.tasks.swe.evidence import Report, Suite
+from lightning_ray.tasks.swe.examination import JUNIT, WITNESS, Kind, RoomFault, Trial
+
+# Of a report and of a JUnit file: tens of thousands of test ids. What comes back is up to four
+# times that, which `gateway.max_body_mib` must let through.
+MAX_REPORT_BYTES = 4 << 20
+_KILLED = -9  # the status of a run that took more memory or disk than its pod has
+
+
+def order(trial: Trial, tree: Mapping[str, bytes], suite: Suite) -> RoomOrder:
+    """The order for a trial, whose own tree is `tree`."""
+    run = examination.given(tree, suite)
+    return RoomOrder(
+        files={},
+        binary={path: base64.b64encode(content).decode() for path, content in run.files.items()},
+        argv=["{python}", *examination.ARGUMENTS, WITNESS, "{fd}"],
+        env=examination.environment(),
+        say=run.say.decode(),
+        timeout_s=suite.timeout_s,
+        most_bytes=MAX_REPORT_BYTES,
+        bring=[JUNIT],
+        note={
+            "kind": trial.kind.value,
+            "mask": sorted(trial.mask),
+            "nonce": run.nonce,
+            "canary": run.canary,
+        },
+    )
+
+
+def read(run: RoomRun) -> tuple[Trial, Report]:
+    """Which trial was run, and what came of it.
+
+    Raises:
+        RoomFault: the tests did not start.
+    """
+    note, report = run.order.note, run.report
+    trial = Trial(Kind(note["kind"]), frozenset(note["mask"]))
+    if report.overran:
+        return trial, Report(_KILLED, seconds=report.seconds)
+    ready, told = examination.lines(report.said.encode())
+    if ready != b"ready":
+        said = (report.tail.strip().splitlines() or ["no message"])[-1]
+        if "No module named 'pytest'" in said:
+            said += " (`python3` of the task's image must have it: docs/swe.md, Bring a repository)"
+        raise RoomFault(f"the tests did not start in their pod: {said}")
+    junit = report.files.get(JUNIT)
+    return trial, evidence.read(
+        told,
+        report.status,
+        note["nonce"],
+        None if junit is None else junit.encode(),
+        note["canary"],
+        report.seconds,
+    )

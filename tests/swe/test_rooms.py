@@ -1,0 +1,313 @@
+"""Graders whose tests run in rooms of their own: which runs a verdict takes, and what the program
+of a pod, run here as a process, makes of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from attacks import ATTACKS, MODULE
+
+from lightning_ray.records import Outcome, Reward, Task
+from lightning_ray.rollouts import grading
+from lightning_ray.rollouts.grading import (
+    Episode,
+    GradeRequest,
+    GraderFault,
+    RoomOrder,
+    RoomReport,
+    RoomRun,
+)
+from lightning_ray.rollouts.pods import staging
+from lightning_ray.rollouts.process import Limits
+from lightning_ray.tasks.swe import embedded, examination, offline, remote, sources
+from lightning_ray.tasks.swe import repository as family
+from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict
+from lightning_ray.tasks.swe.examination import Kind, RoomFault, Trial
+from lightning_ray.tasks.swe.grading import GradingError
+
+EPISODE = Episode("r", "r-a0", Outcome.COMPLETED, "", ("I mended it.",))
+[RECORD] = [record for record in offline.records() if "b96d2ehw" in record.instance_id]
+[TASK] = [task for task in offline.train() + offline.validation() if "b96d2ehw" in task.task_id]
+
+# -- which runs ------------------------------------------------------------------------------------
+
+A, B, C = "t.py::test_a", "t.py::test_b", "t.py::test_c"
+SUITE = Suite("python", ("t.py",), frozenset({A}), frozenset({B, C}), {A: [], B: [], C: []})
+
+
+def ran(failed: frozenset[str] = frozenset()) -> Report:
+    return Report(1, {test: "failed" if test in failed else "passed" for test in (A, B, C)})
+
+
+def honest(trial: Trial) -> Report:
+    """What comes of a trial where the change is a repair."""
+    return ran(trial.mask if trial.kind is not Kind.KNOWN_BAD else frozenset({A}))
+
+
+def examined(
+    outcome: Callable[[Trial], Report], suite: Suite = SUITE, at_once: bool = True, **more: bool
+) -> tuple[Judgement, list[Trial]]:
+    """The verdict, and the trials that it took: all of an answer's at once, or one at a time."""
+    done: list[tuple[Trial, Report]] = []
+    options = {"known_bad": True} | more
+    while not isinstance(
+        answer := examination.wanted(suite, done, rng=random.Random(4), **options), Judgement
+    ):
+        done += [(trial, outcome(trial)) for trial in (answer if at_once else answer[:1])]
+    return answer, [trial for trial, _ in done]
+
+
+def test_a_tree_that_is_not_solved_takes_one_run():
+    judgement, trials = examined(lambda trial: ran(frozenset({A})))
+    assert trials == [Trial(Kind.AS_IT_IS)]
+    assert (judgement.verdict, judgement.runs) == (Verdict.UNSOLVED, 1)
+    assert (judgement.fail_to_pass, judgement.pass_to_pass) == (0, 2)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_solved_tree_takes_the_known_bad_one_and_pairs_in_which_each_test_is_a_twin_once(at_once):
+    judgement, trials = examined(honest, at_once=at_once)
+    assert (judgement.verdict, judgement.runs) == (Verdict.SOLVED, 2 + 2 * examination.PAIRS)
+    assert [t.kind for t in trials] == [Kind.AS_IT_IS, Kind.KNOWN_BAD, *[Kind.MIXED] * 4]
+    for one, other in (trials[2:4], trials[4:6]):
+        assert one.mask | other.mask == {A, B, C} and not one.mask & other.mask
+
+
+def test_all_runs_after_the_first_may_run_at_the_same_time():
+    assert len(examination.wanted(SUITE, [], known_bad=True)) == 1
+    assert len(examination.wanted(SUITE, [(Trial(Kind.AS_IT_IS), ran())], known_bad=True)) == 5
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_forger_whom_twins_do_not_make_fail_has_tampered(at_once):
+    def forged(trial: Trial) -> Report:
+        return ran() if trial.kind is not Kind.KNOWN_BAD else ran(frozenset({A}))
+
+    judgement, trials = examined(forged, at_once=at_once)
+    assert judgement.verdict is Verdict.TAMPERED
+    assert "must fail did not" in judgement.evidence[0]
+    assert len(trials) <= (6 if at_once else 4)  # half of a pair may be empty
+
+
+def test_a_room_in_which_the_known_bad_tree_is_solved_judges_nothing():
+    with pytest.raises(RoomFault, match="known-bad tree is solved here"):
+        examined(lambda trial: ran(trial.mask))
+    judgement, trials = examined(lambda trial: ran(trial.mask), known_bad=False)
+    assert (judgement.verdict, len(trials)) == (Verdict.SOLVED, 5)
+
+
+def test_a_suite_without_twins_has_the_known_bad_tree_only():
+    judgement, trials = examined(honest, replace(SUITE, twins={}))
+    assert judgement.verdict is Verdict.SOLVED
+    assert [trial.kind for trial in trials] == [Kind.AS_IT_IS, Kind.KNOWN_BAD]
+
+
+def test_nothing_that_a_room_is_given_says_which_run_it_is():
+    tree = {"t.py": b"def test_a():\n    assert 1 == 1\n"}
+    suite = replace(SUITE, twins={A: [(2, 11, 12, "2")]})
+    orders = []
+    for trial in (Trial(Kind.AS_IT_IS), Trial(Kind.MIXED, frozenset({A}))):
+        order = remote.order(trial, examination.tree_of(trial, tree, None, suite), suite)
+        [room] = staging.room_files([order])
+        sent, told = json.loads(room["order"]), json.loads(order.say)
+        assert "note" not in sent and A not in room["order"].decode()
+        canary = order.note["canary"].encode()
+        assert [told.pop("nonce"), told.pop("targets")[-1].encode()] == [
+            order.note["nonce"],
+            canary,
+        ]
+        files = {path for path in order.binary if canary.decode() not in path}
+        orders.append((told, files, {k: v for k, v in sent.items() if k != "say"}))
+    assert orders[0] == orders[1]
+
+
+# -- in rooms --------------------------------------------------------------------------------------
+
+POD = """
+import json, sys
+from pathlib import Path
+root = Path(sys.argv[1])
+order = json.loads((root / "order").read_text())
+def request(name, body=None):
+    if body is None:
+        return (root / name).read_bytes()
+    (root / name).write_bytes(body)
+space = {"__name__": "entry"}
+exec(compile(order.pop("entry"), "entry.py", "exec"), space)
+space["main"](order, request, "key")
+"""
+
+
+def python() -> str:
+    return str(sources.environment() / "bin" / "python")
+
+
+def carried_out(order: RoomOrder, folder: Path, image: str = "") -> RoomReport:
+    """What the program of a pod makes of an order, in a folder in the place of the pod's volume."""
+    folder.mkdir(parents=True)
+    [files] = staging.room_files([order])
+    files["order"] = files["order"].replace(b'"/lightning', f'"{folder}/volume'.encode())
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    argv = [image or python(), "-I", "-c", POD, str(folder)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert (folder / "result").exists(), done
+    return staging.room_report((folder / "result").read_bytes())
+
+
+def graded(folder: Path, files: dict[str, str | None], task: Task = TASK) -> Reward:
+    """The reward of changed files, with each run in a room of its own."""
+    result, runs = {"files": files, "refused": []}, []
+    while isinstance(answer := family.rooms(task, result, EPISODE, runs), list):
+        with ThreadPoolExecutor(2) as pool:
+            places = [folder / str(len(runs) + number) for number in range(len(answer))]
+            reports = pool.map(carried_out, answer, places)
+            runs += [RoomRun(*one) for one in zip(answer, reports, strict=True)]
+    return answer
+
+
+def repair() -> dict[str, str | None]:
+    return {MODULE: sources.tree(RECORD.package)[MODULE].decode()}
+
+
+def test_in_rooms_an_honest_repair_is_solved(tmp_path):
+    reward = graded(tmp_path, repair())
+    assert (reward.value, reward.solved) == (1.0, True)
+    assert reward.metrics["test_runs"] == 2 + 2 * examination.PAIRS
+    assert reward.metrics["fail_to_pass"] == 1.0
+    assert reward.metrics["test_seconds"] > 0
+
+
+def test_in_rooms_the_bug_is_unsolved_after_one_run(tmp_path):
+    reward = graded(tmp_path, {})
+    assert (reward.solved, reward.metrics["tampered"]) == (False, 0.0)
+    assert reward.metrics["test_runs"] == 1
+
+
+def forgery(folder: Path, name: str) -> dict[str, str | None]:
+    """What an attack makes of the package's module."""
+    [attack] = [attack for attack in ATTACKS if attack.name == name]
+    path = folder / MODULE
+    path.parent.mkdir(parents=True)
+    path.write_bytes(offline.graded_tree(RECORD)[MODULE])
+    subprocess.run([sys.executable, "-c", attack.script], cwd=folder, check=True)
+    return {MODULE: path.read_text()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "patches runtest",
+        "patches runtest, but spares canaries",
+        "takes the nonce from the witness's frame and forges everything",
+    ],
+)
+def test_in_rooms_a_forger_has_tampered(tmp_path, name):
+    reward = graded(tmp_path / "rooms", forgery(tmp_path / "agent", name))
+    assert (reward.value, reward.metrics["tampered"]) == (0.0, 1.0)
+    twins = reward.metrics["test_runs"] > 1
+    assert twins == (name != "patches runtest")
+
+
+def test_what_code_under_test_leaves_in_its_room_is_not_in_the_next_one(tmp_path):
+    """The sandbox of a pod is the pod: it may write to its tree, but each run has another one."""
+    keeps = "\nfrom pathlib import Path\nPath(__file__).with_name('seen').open('a').write('x')\n"
+    path, text = next(iter(repair().items()))
+    assert text is not None
+    assert graded(tmp_path, {path: text + keeps}).solved
+    seen = [path.read_text() for path in tmp_path.rglob("tree/parse/seen")]
+    assert seen == ["x"] * 5  # the known-bad tree has none of it
+
+
+def first_order() -> RoomOrder:
+    [order] = family.rooms(TASK, {"files": {}}, EPISODE, [])
+    return order
+
+
+def test_an_image_without_pytest_is_a_fault_that_says_so(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "v"], check=True)
+    order = first_order()
+    report = carried_out(order, tmp_path / "room", str(tmp_path / "v" / "bin" / "python"))
+    with pytest.raises(GradingError, match=r"No module named 'pytest' \(`python3` of the task's"):
+        family.rooms(TASK, {"files": {}}, EPISODE, [RoomRun(order, report)])
+
+
+def test_an_image_with_another_python_than_the_tasks_is_a_fault_that_says_so(tmp_path):
+    task = replace(TASK, fields={**TASK.fields, "python": "3.1"})
+    with pytest.raises(GradingError, match=r"this Python is 3\.11, and the task wants 3\.1$"):
+        graded(tmp_path, {}, task)
+
+
+def test_a_run_that_takes_its_pods_memory_is_unsolved_and_no_fault():
+    run = RoomRun(first_order(), RoomReport(None, "", "OOMKilled", overran=True))
+    assert family.rooms(TASK, {"files": {}}, EPISODE, [run]).solved is False
+
+
+def test_a_run_that_passes_its_time_is_unsolved(tmp_path):
+    slow = {MODULE: "import time\ntime.sleep(60)\n"}
+    task = replace(TASK, fields={**TASK.fields, "timeout_s": 3.0})
+    reward = graded(tmp_path, slow, task)
+    assert (reward.solved, reward.metrics["test_runs"]) == (False, 1)
+
+
+def test_binary_files_reach_a_room_and_files_come_back(tmp_path):
+    code = "import os; print(open('a.bin', 'rb').read()); os.symlink('/etc/passwd', 'link'); " + (
+        "open('left.txt', 'w').write('back'); os.mkfifo('pipe'); open('big', 'w').write('x' * 999)"
+    )
+    order = RoomOrder(
+        files={"b.txt": "text"},
+        binary={"a.bin": base64.b64encode(b"\xff\x00").decode()},
+        argv=["{python}", "-c", code],
+        env={},
+        say="",
+        timeout_s=10,
+        most_bytes=500,
+        bring=["left.txt", "link", "pipe", "big", "none"],
+    )
+    report = carried_out(order, tmp_path / "room")
+    assert (report.status, report.tail.strip()) == (0, repr(b"\xff\x00"))
+    assert report.files == {"left.txt": "back"}
+
+
+def test_a_signal_is_no_exit_status(tmp_path):
+    order = RoomOrder({}, ["{python}", "-c", "import os; os.kill(os.getpid(), 1)"], {}, "", 10)
+    assert carried_out(order, tmp_path / "room").status == -1
+
+
+# -- the two kinds of graders, each asked in its own process ---------------------------------------
+
+
+def request(folder: Path, task: Task, grader: str, files: dict[str, str | None]) -> GradeRequest:
+    limits = Limits(timeout_s=60, memory_mib=2048)
+    return GradeRequest(task, {"files": files}, EPISODE, grader, limits, folder / "grader.log")
+
+
+def test_a_grader_with_one_room_is_asked_for_its_plan_and_then_judges(tmp_path):
+    asked = request(tmp_path, embedded.train()[0], "lightning_ray.tasks.swe.grading:grade", {})
+    [order] = grading.advance(asked, [])
+    assert isinstance(order, RoomOrder)
+    run = RoomRun(order, carried_out(order, tmp_path / "room"))
+    reward = grading.advance(asked, [run])
+    assert isinstance(reward, Reward)
+    assert reward.solved is False
+
+
+def test_a_grader_with_several_rooms_answers_with_orders_until_it_has_a_reward(tmp_path):
+    asked = request(tmp_path, TASK, "lightning_ray.tasks.swe.repository:grade", repair())
+    [order] = grading.advance(asked, [])
+    first = RoomRun(order, carried_out(order, tmp_path / "room"))
+    more = grading.advance(asked, [first])
+    assert [len(asdict(one)["note"]) for one in more] == [4] * 5
+    lost = [RoomRun(one, RoomReport(None, "", "nothing")) for one in more]
+    fault = grading.advance(asked, [first, *lost])
+    assert isinstance(fault, GraderFault)
+    assert "the tests did not start in their pod: nothing" in (tmp_path / "grader.log").read_text()
