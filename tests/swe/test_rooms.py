@@ -4,10 +4,12 @@ of a pod, run here as a process, makes of them."""
 from __future__ import annotations
 
 import base64
+import io
 import json
 import random
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -26,6 +28,7 @@ from lightning_ray.rollouts.grading import (
     RoomReport,
     RoomRun,
 )
+from lightning_ray.rollouts.local import FamilyError
 from lightning_ray.rollouts.pods import staging
 from lightning_ray.rollouts.process import Limits
 from lightning_ray.tasks.swe import embedded, examination, offline, remote, sources
@@ -281,6 +284,21 @@ def test_binary_files_reach_a_room_and_files_come_back(tmp_path):
 def test_a_signal_is_no_exit_status(tmp_path):
     order = RoomOrder({}, ["{python}", "-c", "import os; os.kill(os.getpid(), 1)"], {}, "", 10)
     assert carried_out(order, tmp_path / "room").status == -1
+
+
+# -- what the agent gets in a pod ------------------------------------------------------------------
+
+
+def wants_this_machine(task: Task, workspace: Path) -> dict[str, list[str]]:
+    return {"path": ["/opt"]} if task.fields["launcher"] == "kubernetes" else {}
+
+
+def test_a_workspace_for_a_pod_needs_nothing_of_this_machine(tmp_path):
+    workspace = staging.pack(TASK, "lightning_ray.tasks.swe.repository:prepare")
+    with tarfile.open(fileobj=io.BytesIO(workspace)) as tar:
+        assert {MODULE, ".git/HEAD"} <= {*tar.getnames()}
+    with pytest.raises(FamilyError, match="wants folders of this machine"):
+        staging.pack(TASK, "test_rooms:wants_this_machine")
 
 
 # -- the two kinds of graders, each asked in its own process ---------------------------------------
