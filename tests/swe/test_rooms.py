@@ -178,16 +178,15 @@ def graded(folder: Path, files: dict[str, str | None], task: Task = TASK) -> Rew
     return answer
 
 
-def repair() -> dict[str, str | None]:
-    return {MODULE: sources.tree(RECORD.package)[MODULE].decode()}
-
-
-def test_in_rooms_an_honest_repair_is_solved(tmp_path):
-    reward = graded(tmp_path, repair())
+def test_in_rooms_an_honest_repair_is_solved_and_no_run_sees_what_another_one_left(tmp_path):
+    keeps = "\nfrom pathlib import Path\nPath(__file__).with_name('seen').open('a').write('x')\n"
+    reward = graded(tmp_path, {MODULE: sources.tree(RECORD.package)[MODULE].decode() + keeps})
     assert (reward.value, reward.solved) == (1.0, True)
     assert reward.metrics["test_runs"] == 2 + 2 * examination.PAIRS
     assert reward.metrics["fail_to_pass"] == 1.0
     assert reward.metrics["test_seconds"] > 0
+    seen = [path.read_text() for path in tmp_path.rglob("tree/parse/seen")]
+    assert seen == ["x"] * 5  # the known-bad tree has none of it
 
 
 def test_in_rooms_the_bug_is_unsolved_after_one_run(tmp_path):
@@ -210,7 +209,7 @@ def forgery(folder: Path, name: str) -> dict[str, str | None]:
     "name",
     [
         "patches runtest",
-        "patches runtest, but spares canaries",
+        pytest.param("patches runtest, but spares canaries", marks=pytest.mark.slow),
         "takes the nonce from the witness's frame and forges everything",
     ],
 )
@@ -219,16 +218,6 @@ def test_in_rooms_a_forger_has_tampered(tmp_path, name):
     assert (reward.value, reward.metrics["tampered"]) == (0.0, 1.0)
     twins = reward.metrics["test_runs"] > 1
     assert twins == (name != "patches runtest")
-
-
-def test_what_code_under_test_leaves_in_its_room_is_not_in_the_next_one(tmp_path):
-    """The sandbox of a pod is the pod: it may write to its tree, but each run has another one."""
-    keeps = "\nfrom pathlib import Path\nPath(__file__).with_name('seen').open('a').write('x')\n"
-    path, text = next(iter(repair().items()))
-    assert text is not None
-    assert graded(tmp_path, {path: text + keeps}).solved
-    seen = [path.read_text() for path in tmp_path.rglob("tree/parse/seen")]
-    assert seen == ["x"] * 5  # the known-bad tree has none of it
 
 
 def first_order() -> RoomOrder:
@@ -320,7 +309,8 @@ def test_a_grader_with_one_room_is_asked_for_its_plan_and_then_judges(tmp_path):
 
 
 def test_a_grader_with_several_rooms_answers_with_orders_until_it_has_a_reward(tmp_path):
-    asked = request(tmp_path, TASK, "lightning_ray.tasks.swe.repository:grade", repair())
+    repair = {MODULE: sources.tree(RECORD.package)[MODULE].decode()}
+    asked = request(tmp_path, TASK, "lightning_ray.tasks.swe.repository:grade", repair)
     [order] = grading.advance(asked, [])
     first = RoomRun(order, carried_out(order, tmp_path / "room"))
     more = grading.advance(asked, [first])
