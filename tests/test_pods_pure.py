@@ -539,5 +539,6 @@ def test_code_that_takes_the_graders_memory_is_unsolved_and_no_fault() -> None:
 
 def test_a_grader_without_pieces_has_no_room() -> None:
     assert grading.has_room("lightning_ray.tasks.swe.grading:grade")
+    assert grading.has_room("lightning_ray.tasks.swe.repository:grade")
     assert not grading.has_room("lightning_ray.records:Reward")
     assert not grading.has_room(None)

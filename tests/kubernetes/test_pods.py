@@ -440,6 +440,20 @@ def test_a_cancelled_rollout_ends_its_pod(site) -> None:
     here.cluster.until(lambda: not here.jobs())
 
 
+def test_a_cancelled_rollout_ends_all_pods_that_grade_it(site) -> None:
+    here = site("task.grader=sleepy_rooms:grade")
+    [spec] = here.submit("work")
+
+    def grade() -> int:
+        labels = [p.metadata.labels for p in here.pods() if p.status.phase == "Running"]
+        return sum(label["lightning-ray/role"] == "grader" for label in labels)
+
+    here.cluster.until(lambda: grade() == 2)
+    assert ray.get(here.controller.cancel.remote([spec.rollout_id])) == [spec.rollout_id]
+    assert grade() == 0
+    here.cluster.until(lambda: not here.jobs())
+
+
 def test_a_pod_that_grades_and_is_lost_is_no_verdict(site) -> None:
     here = site("rollout.retries=1")
     [spec] = here.submit("work", secret="nonce")

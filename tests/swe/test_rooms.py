@@ -3,6 +3,7 @@ of a pod, run here as a process, makes of them."""
 
 from __future__ import annotations
 
+import ast
 import base64
 import io
 import json
@@ -29,9 +30,9 @@ from lightning_ray.rollouts.grading import (
     RoomRun,
 )
 from lightning_ray.rollouts.local import FamilyError
-from lightning_ray.rollouts.pods import staging
+from lightning_ray.rollouts.pods import entry, staging
 from lightning_ray.rollouts.process import Limits
-from lightning_ray.tasks.swe import embedded, examination, offline, remote, sources
+from lightning_ray.tasks.swe import embedded, examination, offline, remote, sources, witness
 from lightning_ray.tasks.swe import repository as family
 from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict
 from lightning_ray.tasks.swe.examination import Kind, RoomFault, Trial
@@ -218,6 +219,13 @@ def test_in_rooms_a_forger_has_tampered(tmp_path, name):
     assert (reward.value, reward.metrics["tampered"]) == (0.0, 1.0)
     twins = reward.metrics["test_runs"] > 1
     assert twins == (name != "patches runtest")
+
+
+@pytest.mark.parametrize("program", [entry, witness])
+def test_what_runs_in_an_image_is_python_3_8(program):
+    tree = ast.parse(Path(program.__file__).read_text(), feature_version=(3, 8))
+    [postponed, *_] = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert postponed.module == "__future__"  # annotations are newer
 
 
 def first_order() -> RoomOrder:

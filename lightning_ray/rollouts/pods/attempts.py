@@ -121,7 +121,8 @@ class Pods:
         self._gateway_url, self._wait = gateway_url, wait
         self._launcher = Launcher(config, run_id)
         self._kept, self._adopted = kept, dict[str, asyncio.Task[End]]()
-        self._grading: dict[str, set[str]] = {}  # attempt id -> the rooms in which it is graded
+        # Attempt id -> the rooms in which it is graded. Who is cancelled is not there any more.
+        self._grading: dict[str, set[str]] = {}
         self._options = {"num_cpus": config.rollout.cpus, "scheduling_strategy": "SPREAD"}
         self._late: asyncio.Task[None] | None = None
         self._started = False
@@ -207,6 +208,31 @@ class Pods:
         Raises:
             RayError: a node was lost.
         """
+        self._grading[attempt.attempt_id] = set()
+        try:
+            return await self._graded(attempt, request)
+        finally:
+            self._grading.pop(attempt.attempt_id, None)
+
+    def cancel(self, attempt_id: str) -> None:
+        """Ends the attempt's Jobs."""
+        self._launcher.cancel(attempt_id)
+        for room in self._grading.pop(attempt_id, ()):
+            self._launcher.cancel(room)
+
+    async def stop(self) -> None:
+        if self._late:
+            self._late.cancel()
+        await self._launcher.stop()
+
+    @property
+    def trouble(self) -> str:
+        """What a person must know; empty if all is well."""
+        return self._launcher.trouble
+
+    # -------------------------------------------------------------------------------------------
+
+    async def _graded(self, attempt: Attempt, request: GradeRequest) -> Reward | GraderFault:
         runs: list[RoomRun] = []
         while True:
             work = _advance.options(**self._options).remote(request, runs)
@@ -224,24 +250,6 @@ class Pods:
                 if isinstance(report, GraderFault):
                     return report
                 runs.append(RoomRun(order, report))
-
-    def cancel(self, attempt_id: str) -> None:
-        """Ends the attempt's Jobs."""
-        self._launcher.cancel(attempt_id)
-        for room in self._grading.get(attempt_id, ()):
-            self._launcher.cancel(room)
-
-    async def stop(self) -> None:
-        if self._late:
-            self._late.cancel()
-        await self._launcher.stop()
-
-    @property
-    def trouble(self) -> str:
-        """What a person must know; empty if all is well."""
-        return self._launcher.trouble
-
-    # -------------------------------------------------------------------------------------------
 
     async def _carry_out(
         self, attempt: Attempt, first: int, files: list[dict[str, bytes]]
@@ -266,7 +274,9 @@ class Pods:
         for number in range(self._config.rollout.retries + 1):
             room = f"{name}-{number}"
             key = secrets.token_urlsafe(32)
-            rooms = self._grading.setdefault(attempt.attempt_id, set())
+            rooms = self._grading.get(attempt.attempt_id)
+            if rooms is None:
+                return GraderFault("cancelled")
             rooms.add(room)
             try:
                 await self._open(room, key, files)
@@ -276,8 +286,6 @@ class Pods:
                 result = await self._store.room_result.remote(room)
             finally:
                 rooms.discard(room)
-                if not rooms:
-                    self._grading.pop(attempt.attempt_id, None)
                 await self._close(room)
             if end.outcome is Outcome.CANCELLED:
                 return GraderFault("cancelled")
