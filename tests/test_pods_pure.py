@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lightning_ray.rollouts.pods.outcomes import Patience, standing
 from lightning_ray.rollouts.pods.reconcile import Create, Delete, Finish, Reconciler
 from lightning_ray.rollouts.pods.template import JobTemplate, Names, TemplateFault
 from lightning_ray.store.depot import Depot, Refusal
-from lightning_ray.tasks.swe import embedded
+from lightning_ray.tasks.swe import embedded, offline
 from lightning_ray.tasks.swe import grading as swe
 
 PATIENCE = Patience(start_s=100, fault_s=10)
@@ -401,6 +402,21 @@ def test_the_example_is_a_template_for_the_embedded_tasks() -> None:
     assert made["spec"]["template"]["spec"]["containers"][0]["image"] == "agent:1"
     named = JobTemplate(str(path), "agent:1").render(TASK, NAMES)
     assert named["spec"]["template"]["spec"]["containers"][0]["image"] == "repo:1"
+
+
+def test_the_pages_template_gives_repository_tasks_their_image(repository, tmp_path) -> None:
+    page = (repository / "docs" / "swe.md").read_text().splitlines()
+    [line] = [
+        line.strip() for line in page if "task.fields.image_name" in line and "image:" in line
+    ]
+    path = tmp_path / "job.yaml"
+    path.write_text(TEMPLATE.replace('image: "{{ task.fields.image }}"', line))
+    shown = JobTemplate(str(path), "offline:1")
+    ours = offline.validation()[0]
+    others = replace(ours, fields={**ours.fields, "image_name": "swebench/one:latest"})
+    for task, image in ((ours, "offline:1"), (others, "swebench/one:latest")):
+        made = shown.render(replace(task, fields={**TASK.fields, **task.fields}), NAMES)
+        assert made["spec"]["template"]["spec"]["containers"][0]["image"] == image
 
 
 @pytest.mark.parametrize("text", ["kind: Pod\n", "[]", "kind: Job\nspec: {}\n", "a: [", "- 1"])

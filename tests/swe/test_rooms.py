@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from attacks import ATTACKS, MODULE
+from attacks import MODULE, PROCESS, Attack
 
 from lightning_ray.records import Outcome, Reward, Task
 from lightning_ray.rollouts import grading
@@ -196,9 +196,8 @@ def test_in_rooms_the_bug_is_unsolved_after_one_run(tmp_path):
     assert reward.metrics["test_runs"] == 1
 
 
-def forgery(folder: Path, name: str) -> dict[str, str | None]:
+def forgery(folder: Path, attack: Attack) -> dict[str, str | None]:
     """What an attack makes of the package's module."""
-    [attack] = [attack for attack in ATTACKS if attack.name == name]
     path = folder / MODULE
     path.parent.mkdir(parents=True)
     path.write_bytes(offline.graded_tree(RECORD)[MODULE])
@@ -206,19 +205,30 @@ def forgery(folder: Path, name: str) -> dict[str, str | None]:
     return {MODULE: path.read_text()}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "patches runtest",
-        pytest.param("patches runtest, but spares canaries", marks=pytest.mark.slow),
-        "takes the nonce from the witness's frame and forges everything",
-    ],
-)
-def test_in_rooms_a_forger_has_tampered(tmp_path, name):
-    reward = graded(tmp_path / "rooms", forgery(tmp_path / "agent", name))
-    assert (reward.value, reward.metrics["tampered"]) == (0.0, 1.0)
-    twins = reward.metrics["test_runs"] > 1
-    assert twins == (name != "patches runtest")
+FAST = {"patches runtest", "takes the nonce from the witness's frame and forges everything"}
+# By code under test; no pod has the sources, but this machine has.
+TRIED = [
+    attack for attack in PROCESS if attack.name != "loads the repaired package while it is tested"
+]
+
+
+def as_parameter(attack: Attack) -> object:
+    marks = [pytest.mark.demand] * (attack.name not in FAST)
+    return pytest.param(attack, id=attack.name, marks=marks)
+
+
+@pytest.mark.parametrize("attack", map(as_parameter, TRIED))
+def test_in_rooms_an_attack_ends_as_on_a_node(tmp_path, monkeypatch, attack):
+    monkeypatch.setattr(offline, "CPU_S", 10.0)
+    task = replace(TASK, fields={**TASK.fields, "timeout_s": attack.limit_s})
+    reward = graded(tmp_path / "rooms", forgery(tmp_path / "agent", attack), task)
+    tampered = Verdict.TAMPERED if reward.metrics["tampered"] else Verdict.UNSOLVED
+    # A pod's own tree can be written, canaries included, if they are collected late enough.
+    rewritten = {Verdict.TAMPERED} if attack.name == "rewrites the tests on disk" else set()
+    assert reward.value == 0.0
+    assert tampered in {attack.expect} | rewritten
+    if "forges everything" in attack.name:
+        assert reward.metrics["test_runs"] > 1  # it is twins that tell
 
 
 @pytest.mark.parametrize("program", [entry, witness])
