@@ -316,6 +316,20 @@ def test_no_more_jobs_a_second_than_asked_for_be_it_less_than_one() -> None:
         assert made <= sum(found) <= made + per_second + 1
 
 
+def test_a_pod_that_outlives_its_deleted_job_still_runs() -> None:
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.listed("jobs", [job()], 1.0)
+    reconciler.listed("pods", [pod(phase="Running")], 1.0)
+    assert reconciler.actions(2.0) == [Delete("j", "u1")]  # nobody wishes it
+    reconciler.event("jobs", "DELETED", job())
+    assert reconciler.actions(3.0, everything=True) == []
+    assert reconciler.runs("j")
+    reconciler.event("pods", "DELETED", pod(phase="Running"))
+    assert reconciler.actions(4.0, everything=True) == []
+    assert not reconciler.runs("j")
+    assert reconciler.left == 0
+
+
 def test_who_grades_is_not_kept_waiting_by_those_that_have_not_begun() -> None:
     reconciler = Reconciler(PATIENCE, 1, 100)
     reconciler.listed("jobs", [], 1.0)

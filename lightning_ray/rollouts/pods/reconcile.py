@@ -158,8 +158,11 @@ class Reconciler:
         elif type != "DELETED":
             seen.job, seen.deleting = thing, "deletionTimestamp" in metadata
         elif seen.job and seen.job["metadata"]["uid"] == uid:
-            del self._seen[name]
             self._kept.discard(name)
+            if name in self._wishes:
+                del self._seen[name]
+            else:  # its pods may outlive it, and `runs` is asked for them
+                seen.job = None
         self._changed.add(name)
 
     def created(self, name: str, job: Json, now: float) -> None:
@@ -206,7 +209,7 @@ class Reconciler:
             if seen and seen.job and not seen.deleting and name not in self._kept:
                 seen.deleting = True
                 return [Delete(name, seen.job["metadata"]["uid"])]
-            if seen and not seen.job:
+            if seen and not seen.job and not self.runs(name):
                 del self._seen[name]  # pods without a Job go by themselves
             return []
         if wish.phase is Phase.ENDED and wish.waits:
