@@ -58,7 +58,8 @@ class Run:
         self._hook = advantages.call_advantages(config.algorithm)
         # A recipe or a sandbox that cannot be used is said before anything is started.
         harness.load(config.harness.recipe, config.harness.args, config.harness.env)
-        if note := sandbox.check(sandbox.wanted(config)):
+        in_pods = config.rollout.launcher == "kubernetes" and config.kubernetes.grade == "job"
+        if not in_pods and (note := sandbox.check(sandbox.wanted(config))):
             console.print(f"sandbox: {note}")
         if config.rollout.launcher != "local":
             for note in pods.check(config, self._train[0]):
