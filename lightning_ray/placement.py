@@ -20,7 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -45,6 +50,10 @@ TRAINER_SHARE = 0.5
 ENGINE_SHARE = 0.4
 # Longest wait for the bundles, in seconds: a new node of an autoscaled cluster takes minutes.
 WAIT_S = 300.0
+# Longest look of a node for the run's files.
+LOOK_S = 60.0
+# Ray gives every node this label.
+NODE_LABEL = "ray.io/node-id"
 
 
 class Device(StrEnum):
@@ -128,17 +137,24 @@ def reserve(config: RunConfig, device: Device | None = None, wait_s: float = WAI
     device = device or detect()
     shapes = plan(config, device)
     each = len(shapes) // config.run.nodes
-    groups = [
-        placement_group(shapes[:each], strategy="STRICT_PACK") for _ in range(config.run.nodes)
-    ]
-    deadline = time.monotonic() + wait_s
-    if all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
+    deadline, groups, taken = time.monotonic() + wait_s, list[PlacementGroup](), list[str]()
+    for _ in range(config.run.nodes):
+        # Ray would put a second group beside the first where it fits.
+        elsewhere = [{NODE_LABEL: f"!in({','.join(taken)})"}] * each if taken else None
+        group = placement_group(
+            shapes[:each], strategy="STRICT_PACK", bundle_label_selector=elsewhere
+        )
+        groups.append(group)
+        if not group.wait(max(0.0, deadline - time.monotonic())):
+            break
+        taken.append(placement_group_table(group)["bundles_to_node_id"][0])
+    else:
         return Bundles(tuple(groups), device, shapes[0], each, config.engine.tensor_parallel)
     for group in groups:
         remove_placement_group(group)
     has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
     free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-    where = "one node" if len(groups) == 1 else f"each of {len(groups)} nodes"
+    where = "one node" if config.run.nodes == 1 else f"each of {config.run.nodes} nodes"
     raise PlacementError(
         f"asked {where} for {each} bundles of {shapes[0]} and waited {wait_s:g} s; the "
         f"cluster has {has} in all, of which {free} is free. Lower trainer.ranks, engine.count or "
@@ -178,15 +194,18 @@ class Bundles:
             for group in range(len(self.groups)):
                 place = self.strategy(group * self.each)
                 look = _unseen.options(num_cpus=0, scheduling_strategy=place)
-                node, unseen = ray.get(look.remote({run_dir: mark, model_dir: model_dir}))
+                looked = look.remote({run_dir: mark, model_dir: model_dir})
+                node, unseen = ray.get(looked, timeout=LOOK_S)
                 if unseen:
                     raise PlacementError(
                         f"the node {node} does not see {unseen[0]}: with run.nodes="
                         f"{len(self.groups)} the run directory and the model's folder must be on "
                         "storage that all nodes mount at the same path"
                     )
+        except ray.exceptions.RayError as error:
+            raise PlacementError(f"a node was lost when it was looked at: {error}") from error
         finally:
-            mark.unlink()
+            mark.unlink(missing_ok=True)
 
     @property
     def trainer_cpus(self) -> float:

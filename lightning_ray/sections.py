@@ -27,7 +27,7 @@ class RunSection(Section):
         1,
         ge=1,
         description="Nodes over which trainer ranks and engines are spread evenly. Several nodes "
-        "share the run directory and the model's folder (network storage).",
+        "share the run directory and the model's folder, on CephFS or Lustre, say, not on NFS.",
     )
     seed: int = Field(0, description="Seed of data order, sampling and training.")
     steps: int = Field(10, ge=1, description="Optimizer batches (policy versions) in all.")
@@ -200,10 +200,10 @@ class GatewaySection(Section):
         gt=0,
         description="Seconds that a model call is held while the gate is closed (an update), "
         "before the answer is 503 with Retry-After: 20. Every known harness bears 90. A client "
-        "that says when it gives up is held nine tenths of that instead.",
+        "that says when it gives up is held four fifths of that instead.",
     )
     longest_hold_s: float = Field(
-        540,
+        480,
         gt=0,
         description="Most seconds that a call is held, whatever its client says; as low as the "
         "idle time-out of a load balancer between harness and gateway.",

@@ -157,6 +157,11 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
             f"run.nodes={config.run.nodes} does not divide the {config.bundles} bundles that "
             "trainer.ranks and engine.count x engine.tensor_parallel need"
         )
+    elif config.run.nodes > 1 and config.trainer.ranks < config.engine_workers:
+        yield (
+            f"run.nodes={config.run.nodes} needs a trainer rank in each of the "
+            f"{config.engine_workers} bundles of the engines; raise trainer.ranks"
+        )
     elif each % config.engine.tensor_parallel and config.run.nodes > 1:
         yield (
             f"an engine of engine.tensor_parallel={config.engine.tensor_parallel} needs one node, "

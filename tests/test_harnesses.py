@@ -130,7 +130,7 @@ SCRIPTS = {
 FAST = ("mini-swe-agent", "mini-swe-agent-responses", "claude-code")
 PAUSE_S = float(os.environ.get("LIGHTNING_RAY_PAUSE_S", "130"))
 # In CI a pause is longer than any hold, so that every client sees a 503.
-LONGEST_HOLD_S = 90 if PAUSE_S <= 130 else 540
+LONGEST_HOLD_S = 90 if PAUSE_S <= 130 else 480
 
 
 @dataclass(frozen=True)

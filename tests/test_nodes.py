@@ -74,8 +74,8 @@ class Node:
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Iterator[str]:
-    """The address of a head with one CPU."""
+def head(tmp_path: Path) -> Iterator[tuple[str, Node]]:
+    """A head with one CPU, and its address."""
     address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory(prefix="lrn", ignore_cleanup_errors=True) as folder:
         node = Node(
@@ -94,7 +94,7 @@ def head(tmp_path: Path) -> Iterator[str]:
             while not node.is_up():
                 assert time.monotonic() < deadline, node.log.read_text()
                 time.sleep(0.5)
-            yield address
+            yield address, node
         finally:
             node.kill()
 
@@ -102,7 +102,8 @@ def head(tmp_path: Path) -> Iterator[str]:
 class Nodes:
     """The nodes beside the head at `address`."""
 
-    def __init__(self, address: str, folder: Path) -> None:
+    def __init__(self, address: str, head: Node, folder: Path) -> None:
+        self.head = head
         self._address, self._folder, self._all = address, folder, list[Node]()
 
     def join(self) -> Node:
@@ -120,9 +121,11 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    monkeypatch.setenv("RAY_ADDRESS", head)
-    beside = Nodes(head, tmp_path)
+def nodes(
+    head: tuple[str, Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Nodes]:
+    monkeypatch.setenv("RAY_ADDRESS", head[0])
+    beside = Nodes(*head, tmp_path)
     yield beside
     beside.kill()
 
@@ -225,7 +228,8 @@ def test_ranks_engines_and_gateway_on_two_nodes_of_which_one_dies(
         ) as run:
             wait_for(run, log, lambda: "step 1/2" in log.read_text())
             for tenant in TENANTS:
-                process_of(node.process.pid, tenant)  # it is there
+                for place in (nodes.head, node):
+                    process_of(place.process.pid, tenant)  # it is there
             node.kill()
             nodes.join()
             assert run.wait(PATIENCE) == 0, log.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,11 @@ def test_there_are_as_many_bundles_as_the_larger_tenant_needs(
     ("sections", "says"),
     [
         ({"trainer": {"ranks": 3}}, "run.nodes=2 does not divide the 3 bundles"),
-        ({"engine": {"count": 1, "tensor_parallel": 4}}, "tensor_parallel=4 needs one node"),
+        ({"engine": {"count": 2}}, "run.nodes=2 needs a trainer rank in each of the 2 bundles"),
+        (
+            {"trainer": {"ranks": 4}, "engine": {"tensor_parallel": 4}},
+            "tensor_parallel=4 needs one node",
+        ),
     ],
 )
 def test_bundles_that_nodes_cannot_share_evenly_are_refused(sections: dict, says: str) -> None:
@@ -74,9 +79,13 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(params=[1, 2])
 def bundles(cluster: None, request: pytest.FixtureRequest) -> Iterator[Bundles]:
-    """Two bundles, in one placement group or in two (which may lie on one node)."""
-    nodes = {"nodes": request.param}
-    reserved = reserve(config(run=nodes, trainer={"ranks": 2}, engine={"count": 2}))
+    """Two bundles, in one placement group or in two, here of one node (test_nodes.py has two)."""
+    each = 2 // request.param
+    parts = [
+        reserve(config(trainer={"ranks": each}, engine={"count": each}))
+        for _ in range(request.param)
+    ]
+    reserved = replace(parts[0], groups=tuple(part.groups[0] for part in parts))
     yield reserved
     reserved.remove()
 
@@ -123,14 +132,21 @@ def test_verl_finds_the_bundle_of_each_rank(bundles: Bundles) -> None:
 
 
 def test_nodes_that_do_not_see_the_runs_files_are_named(cluster: None, tmp_path: Path) -> None:
-    reserved = reserve(config(run={"nodes": 2}, trainer={"ranks": 2}))
+    reserved = reserve(config())
     try:
-        reserved.check_shared(tmp_path, tmp_path)
+        two = replace(reserved, groups=reserved.groups * 2)
+        two.check_shared(tmp_path, tmp_path)
         with pytest.raises(PlacementError, match=r"node \S+ does not see \S+/model.*same path"):
-            reserved.check_shared(tmp_path, tmp_path / "model")
+            two.check_shared(tmp_path, tmp_path / "model")
     finally:
         reserved.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_group_is_not_put_beside_the_first(cluster: None) -> None:
+    with pytest.raises(PlacementError, match="asked each of 2 nodes for 1 bundles"):
+        reserve(config(run={"nodes": 2}, trainer={"ranks": 2}), wait_s=3)
+    reserve(config(trainer={"ranks": 2}), wait_s=30).remove()  # nothing stayed reserved
 
 
 @pytest.mark.parametrize("third", ["engine", "rank"])

@@ -61,8 +61,10 @@ def test_a_swe_bench_row_comes_back_as_it_was():
 
 def test_a_row_of_swe_bench_verified_has_its_public_image():
     row = {key: value for key, value in BENCH.items() if key != "image"} | {"difficulty": "1 hour"}
+    assert RepositoryTask.from_row(row).image_name == ""  # nobody has one for it
+    row |= {"repo": "astropy/astropy", "instance_id": "astropy__astropy-12907"}
     record = RepositoryTask.from_row(row)
-    assert record.image_name == "swebench/sweb.eval.x86_64.pytoolz_1776_toolz-1:latest"
+    assert record.image_name == "swebench/sweb.eval.x86_64.astropy_1776_astropy-12907:latest"
     assert RepositoryTask.from_task(record.to_task()).image_name == record.image_name
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from lightning_ray.config import GatewaySection
 
 _STATED = ("x-stainless-read-timeout", "x-stainless-timeout")  # by Python's, by JavaScript's
-_SHARE = 0.9  # of it: a 503 has to arrive in time, on a busy machine too
+_SHARE = 0.8  # of it: when the gate opens, the answer has to be made in what is left
 # Claude Code's own runtime ends a request after 300 s, whatever its SDK says.
 _CLAUDE_CODE, _CLAUDE_CODE_S = "claude-cli", 300.0
 

@@ -201,7 +201,10 @@ def _launcher() -> Callable[[dict[str, Any], tuple[int, int, int], Callable[[], 
     def launch(
         order: dict[str, Any], streams: tuple[int, int, int], confine: Callable[[], None]
     ) -> _Forked:
-        os.stat(order["argv"][0])  # a missing one is an error of the start, not of the program
+        script, root = order["argv"][0], order.get("root", "")
+        if not any(os.path.lexists(place + script) for place in ("", root)):
+            # An error of the start, not of the program.
+            raise FileNotFoundError(f"there is no {script}")
         if pid := os.fork():
             return _Forked(pid)
         os.setsid()

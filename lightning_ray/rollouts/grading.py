@@ -71,8 +71,9 @@ class GradeRequest:
 class RoomOrder:
     """A command on a clean tree (`files`: path to text, `binary`: path to base64), somewhere safe,
     in the tree's folder. In `argv`, {python} is an interpreter and {fd} one end of a socket, from
-    which the command reads `say` and to which it answers; of that, of its output, and of each file
-    of the tree in `bring`, `most_bytes` are kept. `note` stays here, for when the report is in."""
+    which the command reads `say` and to which it answers. Output above `most_bytes` (answers:
+    twice that) ends the run; a larger file of the tree in `bring` stays there. `note` stays here,
+    for when the report is in."""
 
     files: dict[str, str]
     argv: list[str]

@@ -117,8 +117,9 @@ def supervise(launch: Launch) -> None:
         try:
             with _streams(order) as (streams, output):
                 box = boxes.Box(order["box"], order["network"]) if order["box"] else None
+                order["root"] = box.root if box else ""
                 # A missing one is an error of the start, not of the program.
-                if not os.path.lexists(f"{box.root if box else ''}/{order['cwd']}"):
+                if not os.path.lexists(f"{order['root']}/{order['cwd']}"):
                     raise FileNotFoundError(f"there is no folder {order['cwd']}")
                 if box and order["port"]:
                     _hand_over(box.listen(order["port"]))

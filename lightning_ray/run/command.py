@@ -109,6 +109,7 @@ def _until_done(config: RunConfig, model_dir: Path, console: Console) -> Results
     """Runs to the end, also where a process of the run is lost: then it goes on from its last
     checkpoint, up to run.restarts times without a new one in between."""
     from lightning_ray.engine.actor import EngineStartError
+    from lightning_ray.placement import PlacementError
     from lightning_ray.run.checkpoint import Checkpoints
     from lightning_ray.run.driver import Run
     from lightning_ray.run.waiting import ProcessLost
@@ -118,9 +119,9 @@ def _until_done(config: RunConfig, model_dir: Path, console: Console) -> Results
     while True:
         try:
             return Run(config, model_dir, console).execute()
-        except (ProcessLost, TrainerKilled, EngineStartError) as error:
-            if isinstance(error, EngineStartError) and not lost:
-                raise  # the configuration; after a loss, an engine may have been lost as it started
+        except (ProcessLost, TrainerKilled, EngineStartError, PlacementError) as error:
+            if isinstance(error, EngineStartError | PlacementError) and not lost:
+                raise  # the configuration; after a loss it may be a node that is not back yet
             latest = Checkpoints(config.run_dir, config.run.keep_checkpoints).latest()
             lost, before = (lost + 1 if latest == before else 1), latest
             if lost > config.run.restarts:

@@ -450,7 +450,7 @@ def test_a_cancelled_rollout_ends_all_pods_that_grade_it(site) -> None:
 
     here.cluster.until(lambda: grade() == 2)
     assert ray.get(here.controller.cancel.remote([spec.rollout_id])) == [spec.rollout_id]
-    assert grade() == 0
+    here.cluster.until(lambda: grade() == 0)
     here.cluster.until(lambda: not here.jobs())
 
 

@@ -245,21 +245,19 @@ class Pods:
                 files = await self._wait(attempt, lay_out)
             except RayTaskError as error:
                 return GraderFault(f"what the grader wants cannot be laid out: {_said(error)}")
-            reports = await self._carry_out(attempt, len(runs), files)
+            reports = await self._carry_out(attempt, files)
             for order, report in zip(answer, reports, strict=True):
                 if isinstance(report, GraderFault):
                     return report
+                # Without the tree: the grader knows it, and it would travel with each question.
+                order = replace(order, files={}, binary={})
                 runs.append(RoomRun(order, report))
 
     async def _carry_out(
-        self, attempt: Attempt, first: int, files: list[dict[str, bytes]]
+        self, attempt: Attempt, files: list[dict[str, bytes]]
     ) -> list[RoomReport | GraderFault]:
-        """What came of orders, each in a room of its own; `first` is the number of the first."""
-        names = [f"{attempt.attempt_id}.g{number}" for number in range(first, first + len(files))]
-        works = [
-            asyncio.ensure_future(self._in_room(attempt, name, one))
-            for name, one in zip(names, files, strict=True)
-        ]
+        """What came of orders, each in a room of its own."""
+        works = [asyncio.ensure_future(self._in_room(attempt, one)) for one in files]
         try:
             return await asyncio.gather(*works)
         finally:  # where one of them raised, the others are of no use
@@ -267,12 +265,12 @@ class Pods:
                 work.cancel()
             await asyncio.gather(*works, return_exceptions=True)
 
-    async def _in_room(
-        self, attempt: Attempt, name: str, files: dict[str, bytes]
-    ) -> RoomReport | GraderFault:
+    async def _in_room(self, attempt: Attempt, files: dict[str, bytes]) -> RoomReport | GraderFault:
         fault = ""
-        for number in range(self._config.rollout.retries + 1):
-            room = f"{name}-{number}"
+        for _ in range(self._config.rollout.retries + 1):
+            # The pod's host name has it: whoever runs there learns neither which room this is of a
+            # verdict, nor which try.
+            room = f"{attempt.attempt_id}.{secrets.token_hex(4)}"
             key = secrets.token_urlsafe(32)
             rooms = self._grading.get(attempt.attempt_id)
             if rooms is None:
@@ -286,7 +284,7 @@ class Pods:
                 result = await self._store.room_result.remote(room)
             finally:
                 rooms.discard(room)
-                await self._close(room)
+                await asyncio.shield(self._close(room))
             if end.outcome is Outcome.CANCELLED:
                 return GraderFault("cancelled")
             if result is not None:

@@ -247,10 +247,17 @@ def left(root: str, paths: list[str], most: int) -> dict[str, str]:
     """Those of `paths` that are files, and small, in base64: whoever ran may have left anything."""
     found: dict[str, str] = {}
     for path in paths:
+        folder, name = os.path.split(os.path.join(os.path.realpath(root), path))
+        if os.path.realpath(folder) != folder:
+            continue  # a link, to /proc/self say
         with contextlib.suppress(OSError):
-            file = os.open(os.path.join(root, path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            if stat.S_ISREG(os.fstat(file).st_mode) and os.fstat(file).st_size <= most:
-                found[path] = base64.b64encode(os.read(file, most)).decode()
+            opened = os.open(
+                os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            )
+            with open(opened, "rb") as file:
+                content = file.read(most + 1) if stat.S_ISREG(os.fstat(opened).st_mode) else None
+                if content is not None and len(content) <= most:
+                    found[path] = base64.b64encode(content).decode()
     return found
 
 
@@ -317,12 +324,8 @@ def watch(child: Child, output: int, order: Order) -> tuple[str, bytes, bytes]:
     """Copies what the program writes to the pod's log until it ends; why it ended, the last of its
     output, and what came over the channel."""
     channel = order.get("channel")
-    deadline, room, tail, said = (
-        time.monotonic() + order["timeout_s"],
-        order["output_bytes"],
-        b"",
-        b"",
-    )
+    deadline, room = time.monotonic() + order["timeout_s"], order["output_bytes"]
+    tail, said = b"", b""
     sources = {output} | ({channel} if channel else set())
     while True:
         ready = select.select(list(sources), [], [], 0.1)[0]

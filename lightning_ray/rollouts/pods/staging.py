@@ -264,6 +264,7 @@ def room_report(result: bytes) -> RoomReport:
             ways.get(told["ended_by"]),
             texts.pop(""),
             str(told["tail"]),
+            overran=told["ended_by"] in ("memory", "disk"),
             files=texts,
             seconds=float(told["seconds"]),
         )

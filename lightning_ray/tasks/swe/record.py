@@ -102,7 +102,8 @@ class RepositoryTask(BaseModel):
         if not columns.get("image_name"):
             columns["image_name"] = columns.get("image", "")
         named = (row.get(column) for column in ("image", "image_name", "package"))
-        if kind == Format.SWE_BENCH and all(name is None for name in named):
+        original = kind == Format.SWE_BENCH and row.get("repo") in _BENCH_REPOSITORIES
+        if original and all(name is None for name in named):
             columns["image_name"] = bench_image(str(row.get("instance_id", "")))
         known = {name: columns[name] for name in cls.model_fields if name in columns}
         where = f"instance {row.get('instance_id', '?')!r}"
@@ -185,6 +186,13 @@ class RepositoryTask(BaseModel):
         """
         names = {"instance_id": task.task_id, "problem_statement": task.statement}
         return cls.from_row({"patch": ""} | task.fields | names)
+
+
+_BENCH_REPOSITORIES = {
+    "astropy/astropy", "django/django", "matplotlib/matplotlib", "mwaskom/seaborn",
+    "pallets/flask", "psf/requests", "pydata/xarray", "pylint-dev/pylint", "pytest-dev/pytest",
+    "scikit-learn/scikit-learn", "sphinx-doc/sphinx", "sympy/sympy",
+}  # fmt: skip
 
 
 def bench_image(instance_id: str) -> str:
