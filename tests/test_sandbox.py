@@ -165,15 +165,17 @@ class Place:
         url: str = "http://127.0.0.1:1",
         stdin: str = "",
         cwd: str = "",
+        in_workspace: bool = False,
         **limits: Any,
     ) -> ExitReport:
-        script = self.folder / "script"
+        script = (self.workspace if in_workspace else self.folder) / "script"
         script.write_text(source)
         wanted = Wanted(Mode.NONE) if how == "none" else Wanted(require=True)
         readable = [Path(sys.base_prefix), Path(sys.prefix), script]
         box, inside = sandbox.around(self.folder, url, readable, wanted)
         assert (box is None) == (how == "none")
         places = self.seen(how)
+        script = Path(places.workspace, "script") if in_workspace else script
         argv = [str(script)] if how == "forked" else [sys.executable, "-S", str(script)]
         preload = Preload(sys.executable, ("decimal",), (("T", uuid.uuid4().hex),))
         try:
@@ -197,6 +199,12 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     return Place.make(tmp_path / "attempt")
+
+
+@pytest.mark.parametrize("how", ["executed", "forked"])
+def test_a_program_may_lie_in_its_workspace(place: Place, how: str) -> None:
+    report = place.run("print(__file__)", how, in_workspace=True)
+    assert (report.status, report.output_tail) == (0, f"{IN_SANDBOX.workspace}/script\n")
 
 
 @pytest.fixture(scope="module")
