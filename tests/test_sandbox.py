@@ -201,6 +201,7 @@ def place(tmp_path: Path) -> Place:
     return Place.make(tmp_path / "attempt")
 
 
+@boxed
 @pytest.mark.parametrize("how", ["executed", "forked"])
 def test_a_program_may_lie_in_its_workspace(place: Place, how: str) -> None:
     report = place.run("print(__file__)", how, in_workspace=True)
