@@ -601,7 +601,7 @@ def attempt(folder: Path, script: str, **changes: Any) -> AttemptResult:
     recipe = Recipe(
         name="script",
         command=[sys.executable, "-S", "-c", script],
-        artifacts=["{home}/link", "{home}/kept"],
+        artifacts=["{home}/link", "{home}/way/secret", "{home}/kept"],
         env={"URL": "{base_url}", "WORKSPACE": "{workspace}"},
     )
     request = AttemptRequest(
@@ -631,6 +631,7 @@ import os
 os.symlink({str(secret)!r}, "leak.txt")
 os.symlink({str(secret.parent)!r}, "folder")
 os.symlink({str(secret)!r}, os.path.expanduser("~/link"))
+os.symlink({str(secret.parent)!r}, os.path.expanduser("~/way"))
 open(os.path.expanduser("~/kept"), "w").write("kept")
 open("a.py", "w").write("a = 2\\n")
 try:

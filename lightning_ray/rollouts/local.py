@@ -199,7 +199,9 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
         disk=box,
     )
     for artifact in recipe.artifacts:
-        _keep(Path(harness.fill(artifact, ours)), request.log_dir)
+        source = Path(harness.fill(artifact, ours))
+        if not _goes_astray(source, box):
+            _keep(source, request.log_dir)
     outcome, detail, result = classify(report), report.describe(), None
     if outcome.caused_by_policy and request.collect:
         try:
@@ -275,6 +277,13 @@ def _keep(source: Path, into: Path) -> None:
                 target = into / file.relative_to(source.parent)
                 target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 shutil.copyfile(file, target)
+
+
+def _goes_astray(path: Path, box: Path) -> bool:
+    """True if a link leads from `box` to another folder than that of `path`."""
+    if not path.is_relative_to(box):
+        return False  # the recipe's own place, which no harness made
+    return path.parent.resolve() != box.resolve() / path.parent.relative_to(box)
 
 
 def _sweep() -> None:
