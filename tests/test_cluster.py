@@ -27,7 +27,8 @@ HEAD_S, JOB_S = 120, 900
 def head():
     """A Ray head with two CPUs of our own ports and folders; its dashboard's address, the
     environment, and the head's own address."""
-    ports = {name: free_port() for name in ("port", "dashboard-port", "ray-client-server-port")}
+    names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
+    ports = {name: free_port() for name in names}
     env = os.environ | {
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "RAY_AUTH_MODE": "disabled",
