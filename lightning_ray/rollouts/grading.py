@@ -103,7 +103,7 @@ class RoomReport:
 
 @dataclass(frozen=True)
 class RoomRun:
-    """An order that was carried out."""
+    """An order that was carried out; its tree (`files`, `binary`) is not sent along."""
 
     order: RoomOrder
     report: RoomReport
