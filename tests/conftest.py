@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +16,17 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
+# A call after `ray.shutdown` is a mistake; Ray would start another cluster for it.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_ends_with_its_module() -> Iterator[None]:
+    """A fixture that fails on its way must not fail the files after its own."""
+    yield
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
 
 
 @pytest.fixture

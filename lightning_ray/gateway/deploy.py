@@ -15,6 +15,7 @@ import ipaddress
 import logging
 import math
 import os
+import random
 import socket
 import stat
 import sys
@@ -41,6 +42,9 @@ MOST_REQUESTS = 10_000
 PROXY_TIMEOUT_SECONDS = 3600
 # Serve makes a record of each request before it looks whether anybody wants it.
 LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
+# Ray's workers listen below (10,002 to 19,999), Serve's replicas above (from 30,000), and Linux gives
+# out ports from 32,768.
+QUIET_PORTS = range(20_000, 30_000)
 # Longest wait for Serve to end.
 STOP_SECONDS = 30.0
 # Environment variable with the operator's key. Not a setting: those are written down and shown.
@@ -97,10 +101,17 @@ def _has_haproxy(gateway: GatewaySection) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free, and stays so while Ray starts: the hundreds of sockets of its
+    processes get theirs from elsewhere.
+
+    Raises:
+        GatewayStartError: there is none.
+    """
+    for port in random.SystemRandom().sample(QUIET_PORTS, len(QUIET_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise GatewayStartError(f"no free port from {QUIET_PORTS[0]} to {QUIET_PORTS[-1]}")
 
 
 def settle_port(config: RunConfig) -> RunConfig:
