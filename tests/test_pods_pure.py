@@ -19,7 +19,7 @@ from lightning_ray.config import ConfigError, load
 from lightning_ray.records import Outcome, Task
 from lightning_ray.rollouts import grading
 from lightning_ray.rollouts.grading import Episode, RoomReport
-from lightning_ray.rollouts.pods import entry, manifest, staging
+from lightning_ray.rollouts.pods import changed, manifest, staging
 from lightning_ray.rollouts.pods.manifest import Frame, Room
 from lightning_ray.rollouts.pods.outcomes import Patience, standing
 from lightning_ray.rollouts.pods.reconcile import Create, Delete, Finish, Reconciler
@@ -418,6 +418,18 @@ def test_the_example_is_a_template_for_the_embedded_tasks() -> None:
     assert named["spec"]["template"]["spec"]["containers"][0]["image"] == "repo:1"
 
 
+def test_the_example_for_images_gives_a_harness_to_each_of_them(repository) -> None:
+    path = repository / "examples" / "kubernetes" / "swe.yaml"
+    task = Task("t", "s", {"image_name": "swebench/one:latest"})
+    made = JobTemplate(str(path), "harness:1").render(task, NAMES)
+    pod = manifest.build(made, ROOM, FRAME)["spec"]["template"]["spec"]
+    [harness], [agent] = pod["initContainers"], pod["containers"]
+    assert (harness["image"], agent["image"]) == ("harness:1", "swebench/one:latest")
+    assert manifest.workdir_of(made) == "/testbed"
+    assert pod["securityContext"]["runAsUser"] == 0
+    assert agent["securityContext"]["readOnlyRootFilesystem"] is False
+
+
 def test_the_pages_template_gives_repository_tasks_their_image(repository, tmp_path) -> None:
     page = (repository / "docs" / "swe.md").read_text().splitlines()
     [line] = [
@@ -485,7 +497,7 @@ def test_changes_of_a_workspace_come_back_as_they_were(tmp_path, monkeypatch) ->
         (root / "pkg" / "a.py").write_text("old")
         (root / "gone.py").write_text("x")
         (root / "turned").write_text("a file")
-    before = entry.snapshot(str(theirs))
+    before = changed.snapshot(str(theirs))
     (theirs / "pkg" / "a.py").write_text("new")
     (theirs / "gone.py").unlink()
     (theirs / "turned").unlink()
@@ -493,17 +505,17 @@ def test_changes_of_a_workspace_come_back_as_they_were(tmp_path, monkeypatch) ->
     (theirs / "turned" / "b.txt").write_text("in a folder")
     (theirs / "link").symlink_to("/etc/passwd")
     (theirs / "bytes.bin").write_bytes(b"\xff\x00")
-    body = entry.changes(str(theirs), before, 1 << 20)
+    body = changed.changes(str(theirs), before, 1 << 20)
     assert body is not None
-    staging.apply_changes(ours, body)
+    staging.apply_changes(ours, body, tmp_path / "originals")
     assert (ours / "pkg" / "a.py").read_text() == "new"
     assert not (ours / "gone.py").exists()
     assert (ours / "turned" / "b.txt").read_text() == "in a folder"
     assert (ours / "link").is_symlink()
     assert (ours / "bytes.bin").read_bytes() == b"\xff\x00"
-    assert entry.changes(str(theirs), before, 5) is None
-    monkeypatch.setattr(entry, "MOST_CHANGED", 3)
-    assert entry.changes(str(theirs), before, 1 << 20) is None
+    assert changed.changes(str(theirs), before, 5) is None
+    monkeypatch.setattr(changed, "MOST_CHANGED", 3)
+    assert changed.changes(str(theirs), before, 1 << 20) is None
 
 
 @pytest.mark.parametrize(
@@ -521,7 +533,7 @@ def test_what_leaves_the_workspace_is_refused(tmp_path, members) -> None:
     root.mkdir(parents=True)
     (tmp_path / "out").write_text("mine")
     with pytest.raises(ValueError, match=r"leaves|cannot be read|Expecting"):
-        staging.apply_changes(root, tar(**members))
+        staging.apply_changes(root, tar(**members), tmp_path / "originals")
     assert (tmp_path / "out").read_text() == "mine"
 
 
@@ -531,7 +543,9 @@ def test_nothing_is_written_through_a_link(tmp_path) -> None:
     outside.mkdir()
     (root / "old").symlink_to(outside)
     sent = {"changed/new": ("link", str(outside)), "changed/new/a": b"x", "changed/old/b": b"y"}
-    staging.apply_changes(root, tar(**sent, **{"changed/pipe": ("fifo", "")}))
+    staging.apply_changes(
+        root, tar(**sent, **{"changed/pipe": ("fifo", "")}), tmp_path / "originals"
+    )
     assert list(outside.iterdir()) == []
     assert (root / "new" / "a").read_bytes() == b"x"
     assert (root / "old" / "b").read_bytes() == b"y"

@@ -42,8 +42,8 @@ MOST_REQUESTS = 10_000
 PROXY_TIMEOUT_SECONDS = 3600
 # Serve makes a record of each request before it looks whether anybody wants it.
 LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
-# Ray's workers listen below (10,002 to 19,999), Serve's replicas above (from 30,000), and Linux gives
-# out ports from 32,768.
+# Ray's workers listen below (10,002 to 19,999), Serve's replicas above (from 30,000), and Linux
+# gives out ports from 32,768.
 QUIET_PORTS = range(20_000, 30_000)
 # Longest wait for Serve to end.
 STOP_SECONDS = 30.0

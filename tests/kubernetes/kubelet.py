@@ -1,6 +1,7 @@
 """A kubelet that runs the containers of its pods as processes of this machine, in bubblewrap.
 
-Every image is this machine's file system, read-only. emptyDir volumes, Secrets in the environment,
+Every image is this machine's file system, read-only; `folder:PATH` has a copy of that folder at the
+container's working directory, which can be written. emptyDir volumes, Secrets in the environment,
 the downward API, termination messages, logs, deadlines, graceful deletion and node heartbeats work
 as a user of the API would expect; probes, restarts and networks of pods do not exist. Faults that
 real nodes have are asked for by the name of the image: `missing` cannot be pulled, `invalid` has no
@@ -255,6 +256,11 @@ def bubblewrap(pod: dict[str, Any], container: dict[str, Any], folder: Path) -> 
         if not Path(target).exists():
             Path(target).mkdir(parents=True)  # the root of bubblewrap is read-only
         box += ["--bind", str(source), target]
+    if container["image"].startswith("folder:"):
+        target = Path(container["workingDir"])
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(container["image"][len("folder:") :], folder / "image", symlinks=True)
+        box += ["--bind", str(folder / "image"), str(target)]
     if container.get("workingDir"):
         box += ["--chdir", container["workingDir"]]
     return [*box, "--"]

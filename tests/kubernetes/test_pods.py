@@ -19,6 +19,7 @@ import ray
 import support
 from control_plane import Cluster
 from support import Running
+from swe import images
 from swe.attacks import ATTACKS
 
 from lightning_ray.config import RunConfig, load
@@ -494,7 +495,7 @@ spec:
     spec:
       containers:
         - name: agent
-          image: "{{ image }}"
+          image: "{{ task.fields.get('image_name') or image }}"
           env: [{name: PATH, value: "BIN:/usr/local/bin:/usr/bin:/bin"}]
 """
 
@@ -504,9 +505,10 @@ def coded(script: str) -> str:
     return base64.b64encode(script.encode()).decode()
 
 
-def test_repository_tasks_are_judged_in_pods_as_on_a_node(site, tmp_path) -> None:
-    template, recipe = tmp_path / "job.yaml", tmp_path / "agent.yaml"
-    template.write_text(WITH_PYTEST.replace("BIN", str(sources.environment() / "bin")))
+def for_repositories(folder: Path, template: str, *more: str) -> list[str]:
+    """Settings of a run whose agent does what its task says."""
+    job, recipe = folder / "job.yaml", folder / "agent.yaml"
+    job.write_text(template.replace("BIN", str(sources.environment() / "bin")))
     command = [
         RECIPE["command"][0],
         "-c",
@@ -514,15 +516,20 @@ def test_repository_tasks_are_judged_in_pods_as_on_a_node(site, tmp_path) -> Non
     ]
     recipe.write_text(json.dumps({**RECIPE, "command": [*command, "{task}"]}))
     family = "lightning_ray.tasks.swe.repository"
-    here = site(
-        f"kubernetes.template={template}",
+    return [
+        f"kubernetes.template={job}",
         "kubernetes.max_pods=4",
         "kubernetes.start_timeout_s=120",
         f"harness.recipe={recipe}",
         f"task.prepare={family}:prepare",
         f"task.collect={family}:collect",
         f"task.grader={family}:grade",
-    )
+        *more,
+    ]
+
+
+def test_repository_tasks_are_judged_in_pods_as_on_a_node(site, tmp_path) -> None:
+    here = site(*for_repositories(tmp_path, WITH_PYTEST))
     records = {record.instance_id: record for record in offline.records()}
     [easy] = [name for name in records if "b96d2ehw" in name]
     other = next(name for name, record in records.items() if record.package == "xmltodict")
@@ -567,4 +574,33 @@ def test_repository_tasks_are_judged_in_pods_as_on_a_node(site, tmp_path) -> Non
         "forged": (every[attacks["forged"]].expect, runs),
         "left": (every[attacks["left"]].expect, 1),
     }
+    here.cluster.until(lambda: not here.jobs() and not here.pods())
+
+
+def test_a_repository_that_only_its_image_has_is_mended_and_judged_there(site, tmp_path) -> None:
+    """Rows of both forms, in copies of one folder, at the place where their images have it."""
+    template = WITH_PYTEST + "          workingDir: /testbed\n"
+    here = site(*for_repositories(tmp_path, template))
+    look = """
+import pathlib, subprocess
+history = subprocess.run(["git", "log", "--all", "--oneline"], capture_output=True, text=True)
+assert len(history.stdout.splitlines()) == 1, history
+assert "a - b" in pathlib.Path("calc/core.py").read_text()
+assert not pathlib.Path("tests/test_add.py").exists()
+"""
+    mend = look + f"pathlib.Path('calc/core.py').write_text({images.CLEAN!r})"
+    specs = []
+    for form in images.ROWS:
+        folder = images.image(tmp_path / form, form)
+        fields = {**images.task(form).fields, "image_name": f"folder:{folder}"}
+        for what, script in (("mended", mend), ("untouched", look)):
+            name = f"{here.folder.name}-{form}-{what}"
+            task = Task(images.ROW["instance_id"], coded(script), fields)
+            specs.append(RolloutSpec(name, "g", task, Split.TRAIN, 1))
+    ray.get(here.controller.submit.remote(specs))
+    ended = here.results(len(specs), 300)
+    for name, one in ended.items():
+        assert one.outcome is Outcome.COMPLETED and one.reward is not None, one
+        mended = name.endswith("-mended")
+        assert (one.reward.solved, one.reward.metrics["test_runs"]) == (mended, 1 + mended), one
     here.cluster.until(lambda: not here.jobs() and not here.pods())

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from attacks import MODULE, PROCESS, Attack
+from rooms import carried_out
 
 from lightning_ray.records import Outcome, Reward, Task
 from lightning_ray.rollouts import grading
@@ -30,9 +31,17 @@ from lightning_ray.rollouts.grading import (
     RoomRun,
 )
 from lightning_ray.rollouts.local import FamilyError
-from lightning_ray.rollouts.pods import entry, staging
+from lightning_ray.rollouts.pods import changed, entry, staging
 from lightning_ray.rollouts.process import Limits
-from lightning_ray.tasks.swe import embedded, examination, offline, remote, sources, witness
+from lightning_ray.tasks.swe import (
+    embedded,
+    examination,
+    layout,
+    offline,
+    remote,
+    sources,
+    witness,
+)
 from lightning_ray.tasks.swe import repository as family
 from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict
 from lightning_ray.tasks.swe.examination import Kind, RoomFault, Trial
@@ -136,37 +145,6 @@ def test_nothing_that_a_room_is_given_says_which_run_it_is():
 
 # -- in rooms --------------------------------------------------------------------------------------
 
-POD = """
-import json, sys
-from pathlib import Path
-root = Path(sys.argv[1])
-order = json.loads((root / "order").read_text())
-def request(name, body=None):
-    if body is None:
-        return (root / name).read_bytes()
-    (root / name).write_bytes(body)
-space = {"__name__": "entry"}
-exec(compile(order.pop("entry"), "entry.py", "exec"), space)
-space["main"](order, request, "key")
-"""
-
-
-def python() -> str:
-    return str(sources.environment() / "bin" / "python")
-
-
-def carried_out(order: RoomOrder, folder: Path, image: str = "") -> RoomReport:
-    """What the program of a pod makes of an order, in a folder in the place of the pod's volume."""
-    folder.mkdir(parents=True)
-    [files] = staging.room_files([order])
-    files["order"] = files["order"].replace(b'"/lightning', f'"{folder}/volume'.encode())
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    argv = [image or python(), "-I", "-c", POD, str(folder)]
-    done = subprocess.run(argv, capture_output=True, text=True)
-    assert (folder / "result").exists(), done
-    return staging.room_report((folder / "result").read_bytes())
-
 
 def graded(folder: Path, files: dict[str, str | None], task: Task = TASK) -> Reward:
     """The reward of changed files, with each run in a room of its own."""
@@ -231,7 +209,7 @@ def test_in_rooms_an_attack_ends_as_on_a_node(tmp_path, monkeypatch, attack):
         assert reward.metrics["test_runs"] > 1  # it is twins that tell
 
 
-@pytest.mark.parametrize("program", [entry, witness])
+@pytest.mark.parametrize("program", [changed, entry, layout, witness])
 def test_what_runs_in_an_image_is_python_3_8(program):
     tree = ast.parse(Path(program.__file__).read_text(), feature_version=(3, 8))
     [postponed, *_] = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
@@ -301,8 +279,9 @@ def wants_this_machine(task: Task, workspace: Path) -> dict[str, list[str]]:
 
 
 def test_a_workspace_for_a_pod_needs_nothing_of_this_machine(tmp_path):
-    workspace = staging.pack(TASK, "lightning_ray.tasks.swe.repository:prepare")
-    with tarfile.open(fileobj=io.BytesIO(workspace)) as tar:
+    stage = staging.pack(TASK, "lightning_ray.tasks.swe.repository:prepare")
+    assert stage.setup is None
+    with tarfile.open(fileobj=io.BytesIO(stage.workspace)) as tar:
         assert {MODULE, ".git/HEAD"} <= {*tar.getnames()}
     with pytest.raises(FamilyError, match="wants folders of this machine"):
         staging.pack(TASK, "test_rooms:wants_this_machine")

@@ -36,7 +36,7 @@ from lightning_ray.rollouts.pods.api import OUTAGE, Api
 from lightning_ray.rollouts.pods.launcher import Launcher
 from lightning_ray.rollouts.pods.manifest import Room
 from lightning_ray.rollouts.pods.outcomes import End
-from lightning_ray.rollouts.pods.staging import PodLimits
+from lightning_ray.rollouts.pods.staging import PodLimits, Stage
 from lightning_ray.rollouts.pods.template import Names, TemplateFault
 
 # An attempt that an earlier life of the run began and that nobody asks for again.
@@ -144,10 +144,10 @@ class Pods:
         `staging.harness_key` of it."""
         attempt_id, task = attempt.attempt_id, attempt.spec.task
         try:
-            workspace = None
+            stage: Stage | None = None
             if self._config.task.prepare:
                 work = _pack.options(**self._options).remote(task, self._config.task.prepare)
-                workspace = await self._wait(attempt, work)
+                stage = await self._wait(attempt, work)
             names = self._names(attempt)
             rendered = self._launcher.rendered(task, names)
             order = staging.harness_order(
@@ -163,10 +163,10 @@ class Pods:
                 ),
                 manifest.command_of(rendered),
                 manifest.workdir_of(rendered),
-                workspace is not None,
+                stage,
                 self._limits(self._config.rollout.timeout_s),
             )
-            files = {"order": order} | ({staging.WORKSPACE: workspace} if workspace else {})
+            files = {"order": order} | ({staging.WORKSPACE: stage.workspace} if stage else {})
             await self._open(attempt_id, key, files)
             room = Room(attempt_id, names.gateway_url, key, manifest.AGENT)
             end = await self._launcher.run(task, room, names)

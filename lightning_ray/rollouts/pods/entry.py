@@ -2,9 +2,10 @@
 came of it.
 
 Standard library only, for any Python from 3.8: this file travels with the order into the user's own
-image, where `manifest.BOOTSTRAP` executes it. An order of the kind `harness` fills the workspace,
-runs the harness and sends back what it changed there; one of the kind `room` runs a command on a
-clean tree and sends back what that reported, files that it left, and how it ended.
+image, where `manifest.BOOTSTRAP` executes it behind `changed.py`. An order of the kind `harness`
+fills the workspace, or sets up the repository that the image has there, runs the harness and sends
+back what it changed; one of the kind `room` runs a command on a clean tree and sends back what that
+reported, files that it left, and how it ended.
 
 Invariants: the room's key is in the memory of this process only, which others in the pod can
 neither read (it is not dumpable) nor signal (it is the first process); a harness gets one that is
@@ -32,9 +33,12 @@ import tempfile
 import threading
 import time
 
-TYPE_CHECKING = False  # `typing` takes longer to import than most of this file
+if __name__ != "entry":  # in a pod both files are one
+    from lightning_ray.rollouts.pods.changed import Ended, changes, originals, snapshot
+
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import Any, NoReturn
 
     Order = dict[str, Any]
@@ -46,17 +50,8 @@ TERMINATION_LOG = "/dev/termination-log"
 # Kubernetes keeps 4,096 bytes of the termination message.
 MOST_ERROR_CHARS = 500
 MOST_DYING_S = 10  # a killed process in a system call of a slow disk takes a while
-MOST_ENTRIES = 200_000  # files of a workspace that are looked at
-MOST_CHANGED = 20_000  # files that come back: a repair changes a few
+MOST_SETUP_S = 600  # of a repository: git reads it twice
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
-
-
-class Ended(Exception):
-    """The order could not be carried out: `why` is one of EndedBy's values."""
-
-    def __init__(self, why: str, detail: str) -> None:
-        super().__init__(detail)
-        self.why = why
 
 
 def main(order: Order, request: Request, key: str) -> NoReturn:
@@ -110,14 +105,19 @@ def run_harness(order: Order, request: Request, key: str) -> Facts:
             + " cannot be written: set runAsUser and readOnlyRootFilesystem: false in the "
             "template's securityContext",
         )
+    kept = None
+    if order["setup"]:
+        set_up(order["setup"], workspace)
     before = snapshot(workspace)
+    if order["setup"]:
+        kept = originals(workspace, before)
     env = dict(os.environ)  # the image's and the template's
     harness_key = hashlib.sha256(b"harness:" + key.encode()).hexdigest()
     for name, text in order["env"].items():
         env[name] = text.replace(order["key_stands_for"], harness_key)
     facts = run(order["argv"], env, order["cwd"], order["stdin"].encode(), order)
     try:
-        body = changes(workspace, before, order["result_bytes"])
+        body = changes(workspace, before, order["result_bytes"], kept)
     except (OSError, ValueError, Ended) as error:
         body, facts["error"] = None, str(error)
     if body is None:
@@ -126,6 +126,25 @@ def run_harness(order: Order, request: Request, key: str) -> Facts:
     else:
         request("result", body)
     return facts
+
+
+def set_up(setup: dict[str, str], workspace: str) -> None:
+    """Runs the task family's program on the repository that the image has in `workspace`."""
+    argv = [sys.executable, "-I", "-c", setup["program"]]
+    try:
+        done = subprocess.run(
+            argv,
+            input=setup["say"].encode(),
+            cwd=workspace,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=MOST_SETUP_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise Ended("not_started", f"setting up {workspace} took too long") from None
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        raise Ended("not_started", f"setting up {workspace}: {last[-1]}")
 
 
 def link_site_packages(order: Order) -> None:
@@ -138,81 +157,6 @@ def link_site_packages(order: Order) -> None:
     )
     if found:
         os.symlink(os.path.join(folder, found[0], "site-packages"), order["site_packages"])
-
-
-def snapshot(root: str) -> dict[str, tuple[int, ...]]:
-    """What lies below `root`: path to what changes when a file does. A harness that is not root
-    cannot set the time of the last change of a file's metadata."""
-    seen: dict[str, tuple[int, ...]] = {}
-    for path, status in walk(root):
-        kept = (
-            status.st_mode,
-            status.st_size,
-            status.st_mtime_ns,
-            status.st_ctime_ns,
-            status.st_ino,
-        )
-        seen[path] = kept
-    return seen
-
-
-def walk(root: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Relative path and status of everything below `root` that is no folder."""
-    folders, entries = [""], 0
-    while folders:
-        prefix = folders.pop()
-        try:
-            found = list(os.scandir(os.path.join(root, prefix)))
-        except OSError:
-            continue
-        for entry in found:
-            entries += 1
-            if entries > MOST_ENTRIES:
-                raise Ended("not_started", f"{root} has more than {MOST_ENTRIES} files")
-            path = prefix + entry.name
-            try:
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(path + "/")
-                else:
-                    yield path, entry.stat(follow_symlinks=False)
-            except OSError:
-                continue  # a path that is too long, a folder that may not be entered
-
-
-def changes(root: str, before: dict[str, tuple[int, ...]], most: int) -> bytes | None:
-    """A tar of what changed below `root`: `deleted` (JSON), and files and links below `changed/`;
-    None if it is larger than `most` bytes."""
-    after = snapshot(root)
-    body = io.BytesIO()
-    size = 0
-    with tarfile.open(fileobj=body, mode="w") as tar:
-        gone = json.dumps(sorted(before.keys() - after.keys())).encode("utf-8", "surrogateescape")
-        add(tar, "deleted", gone)
-        changed = sorted(path for path, kept in after.items() if before.get(path) != kept)
-        if len(changed) > MOST_CHANGED:
-            return None
-        for path in changed:
-            mode, length = after[path][:2]
-            if stat.S_ISLNK(mode):
-                link = tarfile.TarInfo("changed/" + path)
-                link.type, link.linkname = tarfile.SYMTYPE, os.readlink(os.path.join(root, path))
-                tar.addfile(link)
-            elif stat.S_ISREG(mode):
-                size += length
-                if size > most:
-                    return None
-                try:
-                    with open(os.path.join(root, path), "rb") as file:
-                        add(tar, "changed/" + path, file.read(length), mode)
-                except OSError:
-                    continue  # unreadable: as if it had not changed
-    return body.getvalue() if body.tell() <= most else None
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes, mode: int = 0o644) -> None:
-    member = tarfile.TarInfo(name)
-    member.size, member.mode = len(content), stat.S_IMODE(mode)
-    tar.addfile(member, io.BytesIO(content))
 
 
 # -- a room ---------------------------------------------------------------------------------------

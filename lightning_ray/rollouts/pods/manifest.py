@@ -36,8 +36,9 @@ VOLUME = "lightning-ray"
 VENV_LINK = f"{places.ROOT}/site-packages"
 
 
-# The command of the container: fetches `entry.py` with the order. `request` is used by that too; it
-# is patient, since the gateway may be starting again, and a new pod's first look-ups can fail.
+# The command of the container: fetches `changed.py` and `entry.py` with the order. `request` is
+# used by them too; it is patient, since the gateway may be starting again, and a new pod's first
+# look-ups can fail.
 BOOTSTRAP = """
 import http.client, json, os, time, urllib.request
 url, key, pod = (os.environ.pop("LIGHTNING_RAY_" + name) for name in ("URL", "KEY", "POD"))
@@ -56,7 +57,8 @@ def request(name, body=None):
             time.sleep(min(1 + turn, 10))
 order = json.loads(request("order"))
 space = {"__name__": "entry"}
-exec(compile(order.pop("entry"), "entry.py", "exec"), space)
+for source in order.pop("entry"):
+    exec(compile(source, "entry.py", "exec"), space)
 space["main"](order, request, key)
 """
 

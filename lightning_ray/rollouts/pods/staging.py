@@ -28,10 +28,11 @@ from lightning_ray.rollouts.grading import RoomOrder, RoomReport
 from lightning_ray.rollouts.harness import Recipe, RecipeError, Values
 from lightning_ray.rollouts.local import FamilyError, call_family
 from lightning_ray.rollouts.places import IN_POD
-from lightning_ray.rollouts.pods import entry, manifest
+from lightning_ray.rollouts.pods import changed, entry, manifest
 
 WORKSPACE = "workspace"  # of a room's files
-_MOST_MEMBERS = entry.MOST_CHANGED + 1  # of what a pod sends back
+# Of what a pod sends back: files as they were and as they are, and names of those that are gone.
+_MOST_MEMBERS = 2 * changed.MOST_CHANGED + 1
 _KEY_STANDS_FOR = "\x00LIGHTNING_RAY_KEY\x00"  # no recipe can hold a NUL
 _PACKAGE_FILES = f"{places.ROOT}/recipe"
 
@@ -45,21 +46,32 @@ class PodLimits:
     result_bytes: int
 
 
-def pack(task: Task, prepare: str | None) -> bytes:
-    """A tar of the workspace that the task family fills, which is told that it is for a pod, in the
-    task's field `launcher`.
+@dataclass(frozen=True)
+class Stage:
+    """What a harness finds: a tar of its workspace and, where the image has the repository, a
+    `program` that sets it up and what it reads on stdin (`say`)."""
+
+    workspace: bytes
+    setup: Json | None = None
+
+
+def pack(task: Task, prepare: str) -> Stage:
+    """What the task family prepares, which is told that it is for a pod, in the task's field
+    `launcher`. It may return `{"setup": {"program": of Python, "say": text}}`.
 
     Raises:
         FamilyError: the family failed, or wants what only this machine has.
     """
     task = replace(task, fields={**task.fields, "launcher": "kubernetes"})
     with tempfile.TemporaryDirectory(prefix="lr-stage-") as folder:
-        if prepare and call_family("task.prepare", prepare, task, Path(folder)):
+        wanted = dict(call_family("task.prepare", prepare, task, Path(folder)) or {})
+        setup = wanted.pop("setup", None)
+        if any(wanted.values()):
             raise FamilyError(
                 f"task.prepare={prepare} wants folders of this machine for task {task.task_id}; "
                 "for a pod, put them into the image"
             )
-        return _tar(Path(folder))
+        return Stage(_tar(Path(folder)), setup)
 
 
 def harness_key(room_key: str) -> str:
@@ -72,28 +84,32 @@ def outcome_of(
     task: Task, workspace: bytes | None, result: bytes, collect: str
 ) -> tuple[Json | None, str]:
     """What the task family reads from a workspace that a pod has changed; or, if the changes cannot
-    be read, why.
+    be read, why. Of a repository that only the image has there is what changed, and, in the folder
+    that the task's field `originals` names, how it was.
 
     Raises:
         FamilyError: the family failed.
     """
     with tempfile.TemporaryDirectory(prefix="lr-result-") as folder:
-        root = Path(folder) / "workspace"
+        root, originals = Path(folder) / "workspace", Path(folder) / "originals"
         root.mkdir()
+        originals.mkdir()
         if workspace:
             with tarfile.open(fileobj=io.BytesIO(workspace)) as tar:
                 tar.extractall(root, filter="tar")
         try:
-            apply_changes(root, result)
+            apply_changes(root, result, originals)
         except ValueError as error:
             return None, str(error)
+        task = replace(task, fields={**task.fields, "originals": str(originals)})
         found = call_family("task.collect", collect, task, root)
         json.dumps(found)  # it goes to the grader as JSON
         return found, ""
 
 
-def apply_changes(root: Path, result: bytes) -> None:
-    """Makes the workspace at `root` what the pod's was.
+def apply_changes(root: Path, result: bytes, originals: Path) -> None:
+    """Makes the workspace at `root` what the pod's was; what was sent of files before they changed
+    goes to `originals`.
 
     Raises:
         ValueError: these are no changes, or too many.
@@ -107,7 +123,10 @@ def apply_changes(root: Path, result: bytes) -> None:
             for member in members:
                 file = tar.extractfile(member) if member.isreg() else None
                 content = file.read() if file else b""
-                if member.name == "deleted":
+                if member.name.startswith("before/"):
+                    if target := _place(originals, member.name.removeprefix("before/"), make=True):
+                        target.write_bytes(content)
+                elif member.name == "deleted":
                     for path in json.loads(content):
                         _place(root, str(path), make=False)
                 elif member.name.startswith("changed/"):
@@ -152,11 +171,12 @@ def harness_order(
     values: Values,
     command: list[str] | None,
     workdir: str | None,
-    has_workspace: bool,
+    stage: Stage | None,
     limits: PodLimits,
 ) -> bytes:
     """What `entry.run_harness` does. `values` are those of the pod, with a stand-in for the key;
-    `command` and `workdir` are the template's, where it has them.
+    `command` and `workdir` are the template's, where it has them; without a `stage` the harness
+    finds what the image has.
 
     Raises:
         RecipeError: the recipe needs a file that is only here.
@@ -184,7 +204,8 @@ def harness_order(
         venv=values.venv,
         site_packages=manifest.VENV_LINK,
         key_stands_for=_KEY_STANDS_FOR,
-        has_workspace=has_workspace,
+        has_workspace=stage is not None,
+        setup=stage.setup if stage else None,
         **asdict(limits),
     )
 
@@ -273,7 +294,7 @@ def room_report(result: bytes) -> RoomReport:
 
 
 def _order(kind: str, **what: object) -> bytes:
-    source = Path(entry.__file__).read_text()
+    source = [Path(str(part.__file__)).read_text() for part in (changed, entry)]
     return json.dumps({"kind": kind, "entry": source, **what}).encode()
 
 
@@ -292,4 +313,4 @@ def _tar(root: Path) -> bytes:
     return body.getvalue()
 
 
-__all__ = ["FamilyError", "apply_changes", "harness_order", "outcome_of", "pack", "room_report"]
+__all__ = ["FamilyError", "Stage", "apply_changes", "harness_order", "outcome_of", "pack"]

@@ -45,7 +45,8 @@ class Suite:
     """The tests that judge a task. `expected` ids must pass; others may be there, since a repair
     may add to what a package's tests enumerate. `twins` are changes to tests, by `FILE::NAME`, as
     are `owners` and `touchy`. `targets` and `paths` (for imports) are relative to the tree.
-    `python` is the interpreter on this machine, `version` which one it must be (`3.11`)."""
+    `python` is the interpreter on this machine, `version` which one it must be (`3.11`).
+    `repository` is where an image has it, if it does; `options` are further ones of pytest."""
 
     python: str
     targets: tuple[str, ...]
@@ -58,6 +59,8 @@ class Suite:
     timeout_s: float = 120.0  # on the clock, which a loaded machine can slow down ...
     cpu_s: float = 60.0  # ... and of a processor
     version: str = ""
+    repository: str = ""
+    options: tuple[str, ...] = ()
 
     @property
     def expected(self) -> frozenset[str]:

@@ -170,10 +170,15 @@ def given(
     first = PurePosixPath(suite.targets[0])
     birds = first.parent if first.suffix == ".py" else first
     canary = str(birds / f"test_{secrets.token_hex(4)}.py")
+    limits = {"RLIMIT_CPU": int(suite.cpu_s) + 1} | LIMITS
+    if suite.repository:  # libraries of numbers reserve more, and a pod's memory has its own limit
+        del limits["RLIMIT_AS"]
     order = {
         "nonce": nonce,
         "version": suite.version,
-        "limits": {"RLIMIT_CPU": int(suite.cpu_s) + 1} | LIMITS,
+        "limits": limits,
+        "repository": suite.repository,
+        "options": list(suite.options),
         "paths": list(suite.paths),
         "targets": list(dict.fromkeys([*suite.targets, canary])),
         "shuffle": shuffle,

@@ -146,5 +146,6 @@ def _known(record: RepositoryTask) -> None:
     if package is None or package.sdist_sha256 != record.sdist_sha256:
         raise RecordError(
             f"instance {record.instance_id}: package {record.package!r} is not in the manifest of "
-            f"local sources; it needs its container image ({record.image_name or 'none named'})"
+            f"local sources; it needs its container image "
+            f"({record.image_name or 'none named'}) and rollout.launcher=kubernetes"
         )

@@ -202,4 +202,17 @@ def bench_image(instance_id: str) -> str:
     return f"swebench/sweb.eval.x86_64.{name}:latest"
 
 
+def addressable(test: str) -> bool:
+    """True for an id that pytest can be given and gives back: `tests/test_x.py::Class::test[case]`.
+    Ids that a parser of printed results has cut at a space lack their closing bracket.
+
+    >>> addressable("t/test_a.py::test_b[1 2]"), addressable("t/test_a.py::test_b[1")
+    (True, False)
+    """
+    path, _, name = test.partition("::")
+    parts = path.split("/")
+    plain = path.endswith(".py") and not any(part in ("", ".", "..") for part in parts)
+    return plain and bool(name) and test.isprintable() and ("[" in name) == name.endswith("]")
+
+
 _COLUMNS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}

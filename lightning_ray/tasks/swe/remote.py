@@ -2,7 +2,8 @@
 
 Each run has a room, that is a pod, of its own: what code under test saves of the originals is gone
 when it meets the twins. The pod gets the tree that it runs, `witness.py` and a nonce; which trial
-that was, and what would be right, stays in the order's note on our side.
+that was, and what would be right, stays in the order's note on our side. Where only the image has
+the repository, the pod gets what is to be changed there, and `layout.py`, which does it.
 
 Invariants: nothing in a pod decides; what goes wrong before the repository's code runs (no pytest
 in the image, another Python) is a RoomFault, never a verdict.
@@ -11,12 +12,22 @@ in the image, another Python) is a RoomFault, never a verdict.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from lightning_ray.rollouts.grading import RoomOrder, RoomRun
-from lightning_ray.tasks.swe import evidence, examination
+from lightning_ray.tasks.swe import evidence, examination, layout
 from lightning_ray.tasks.swe.evidence import Report, Suite
-from lightning_ray.tasks.swe.examination import JUNIT, WITNESS, Kind, RoomFault, Trial
+from lightning_ray.tasks.swe.examination import (
+    JUNIT,
+    TREE,
+    WITNESS,
+    Given,
+    Kind,
+    RoomFault,
+    Trial,
+)
 
 # Of a report and of a JUnit file: tens of thousands of test ids. What comes back is up to four
 # times that, which `gateway.max_body_mib` must let through.
@@ -27,10 +38,38 @@ _KILLED = -9  # the status of a run that took more memory or disk than its pod h
 def order(trial: Trial, tree: Mapping[str, bytes], suite: Suite) -> RoomOrder:
     """The order for a trial, whose own tree is `tree`."""
     run = examination.given(tree, suite)
+    return _order(trial, run, suite, WITNESS, run.files)
+
+
+def order_in_image(
+    trial: Trial, diffs: Sequence[str], changes: Mapping[str, bytes | None], suite: Suite
+) -> RoomOrder:
+    """The order for a trial on the repository that the image has in `suite.repository`, with
+    `diffs` applied and then `changes` (None removes a file)."""
+    run = examination.given({}, suite)
+    canary = {run.canary: run.files.pop(f"{TREE}/{run.canary}")}
+    told = {
+        "repository": suite.repository,
+        "diffs": list(diffs),
+        "files": {
+            path: None if content is None else base64.b64encode(content).decode()
+            for path, content in {**changes, **canary}.items()
+        },
+        "history": None,
+        "then": WITNESS,
+    }
+    program = Path(layout.__file__)
+    files = {layout.ORDER: json.dumps(told).encode(), program.name: program.read_bytes()}
+    return _order(trial, run, suite, program.name, run.files | files)
+
+
+def _order(
+    trial: Trial, run: Given, suite: Suite, program: str, files: Mapping[str, bytes]
+) -> RoomOrder:
     return RoomOrder(
         files={},
-        binary={path: base64.b64encode(content).decode() for path, content in run.files.items()},
-        argv=["{python}", *examination.ARGUMENTS, WITNESS, "{fd}"],
+        binary={path: base64.b64encode(content).decode() for path, content in files.items()},
+        argv=["{python}", *examination.ARGUMENTS, program, "{fd}"],
         env=examination.environment(),
         say=run.say.decode(),
         timeout_s=suite.timeout_s,
@@ -56,6 +95,8 @@ def read(run: RoomRun) -> tuple[Trial, Report]:
     if report.overran:
         return trial, Report(_KILLED, seconds=report.seconds)
     ready, told = examination.lines(report.said.encode())
+    if ready == layout.IMPOSSIBLE.strip():
+        return trial, Report(report.status, seconds=report.seconds)
     if ready != b"ready":
         said = (report.tail.strip().splitlines() or ["no message"])[-1]
         if "No module named 'pytest'" in said:

@@ -3,7 +3,8 @@
 `prepare` writes the buggy tree as a repository of one commit, without the tests that show the bug,
 and names the environment that the agent may read; in a pod that is the image's. `collect` reads
 what differs once the harness is dead. `grade` applies it to a fresh tree that has all tests, in
-another process, and asks the clean room; `rooms` does the same with a pod for each run.
+another process, and asks the clean room; `rooms` does the same with a pod for each run. A task
+without a package has its repository in its image alone (`imaged`), and is for pods only.
 
 Invariants: only a repository for which the clean room says SOLVED is solved, wherever it is; a
 fault of the grader is a GradingError, never a reward; changes to tests or configuration are
@@ -26,24 +27,22 @@ from lightning_ray import canary
 from lightning_ray.records import Json, Reward, Split, Task
 from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomRun
-from lightning_ray.tasks.swe import cleanroom, examination, offline, remote, sources, workspace
+from lightning_ray.tasks.swe import (
+    cleanroom,
+    examination,
+    imaged,
+    offline,
+    patches,
+    remote,
+    sources,
+    workspace,
+)
 from lightning_ray.tasks.swe.cleanroom import Protection, RoomFault
 from lightning_ray.tasks.swe.evidence import Judgement, Tree, Verdict
 from lightning_ray.tasks.swe.grading import GradingError
 from lightning_ray.tasks.swe.record import RecordError, RepositoryTask
 
 MAX_FILE_BYTES = 256 * 1024  # the largest module of the packages has 100 KiB
-_GIT = {  # the same commit in every rollout, and nothing of the operator's configuration
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_GLOBAL": "/dev/null",
-    "GIT_AUTHOR_NAME": "maintainer",
-    "GIT_AUTHOR_EMAIL": "maintainer@example.org",
-    "GIT_COMMITTER_NAME": "maintainer",
-    "GIT_COMMITTER_EMAIL": "maintainer@example.org",
-    "GIT_AUTHOR_DATE": "2026-01-01T00:00:00Z",
-    "GIT_COMMITTER_DATE": "2026-01-01T00:00:00Z",
-}
 _IMPOSSIBLE = Judgement(Verdict.UNSOLVED, ("a file where a folder must be",))
 
 
@@ -61,16 +60,34 @@ class Shaping(BaseModel):
     partial_credit: float = Field(0.0, ge=0, lt=1)  # of an unsolved one whose tests all pass
 
 
+class Options(Shaping):
+    """`task.grader_options`, whole. `repository` is where images have it, if nothing else has;
+    `pytest` are options there, such as `-p pytest_asyncio`, since no plug-in loads by itself;
+    without `judge` an evaluation only makes predictions, which others judge."""
+
+    repository: str = Field("/testbed", pattern="^/")
+    pytest: list[str] = []
+    judge: bool = True
+
+
 def prepare(task: Task, folder: Path) -> Json:
     """Writes the repository into an empty folder.
 
-    Returns: what the harness gets besides its own, a `lightning_ray.rollouts.local.Setting`; empty
-    for a pod, whose image has all.
+    Returns: what the harness gets besides its own, a `lightning_ray.rollouts.local.Setting`; for a
+    pod nothing, or how its image's repository is set up (`staging.pack`).
 
     Raises:
         RecordError, SourceError: the task's repository cannot be had on this machine.
+        PatchError: its patch cannot be read.
     """
     record = RepositoryTask.from_task(task)
+    if not record.package:
+        if task.fields.get("launcher") != "kubernetes":
+            raise RecordError(
+                f"instance {record.instance_id} has its repository in a container image "
+                f"({record.image_name or 'none named'}): set rollout.launcher=kubernetes"
+            )
+        return {"setup": imaged.setup(record)}
     cleanroom.stage(offline.agent_tree(record), folder)
     commit(folder, record.instance_id)
     if task.fields.get("launcher") == "kubernetes":
@@ -85,7 +102,7 @@ def prepare(task: Task, folder: Path) -> Json:
 def commit(folder: Path, instance_id: str) -> None:
     """Makes a folder a repository of one commit, with a canary among its objects that nobody sees
     who does not look for what is not there."""
-    env = _GIT | {"HOME": str(folder)}
+    env = imaged.COMMIT | {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(folder)}
 
     def git(*argv: str, stdin: str = "") -> None:
         subprocess.run(
@@ -99,16 +116,21 @@ def commit(folder: Path, instance_id: str) -> None:
 
     git("-c", "init.defaultBranch=main", "init", "-q", "--template=")
     git("add", "-A", "-f")
-    git("commit", "-q", "--no-gpg-sign", "-m", "The repository as it is")
-    git("hash-object", "-w", "--stdin", stdin=f"fix of {instance_id}: {canary.mint('git')}\n")
+    git("commit", "-q", "--no-gpg-sign", "-m", imaged.MESSAGE)
+    git("hash-object", "-w", "--stdin", stdin=imaged.bait(instance_id))
 
 
 def collect(task: Task, folder: Path) -> Json:
     """What differs in `folder` from what `prepare` wrote: see `workspace.changes`."""
     record = RepositoryTask.from_task(task)
-    return workspace.changes(
-        offline.agent_tree(record), folder, max_file_bytes=MAX_FILE_BYTES, also=protected(record)
-    )
+    if record.package:
+        before = offline.agent_tree(record)
+    else:
+        # Of what changed, as the pod remembered it.
+        root = Path(task.fields["originals"])
+        files = (path for path in root.rglob("*") if path.is_file())
+        before = {str(path.relative_to(root)): path.read_bytes() for path in files}
+    return workspace.changes(before, folder, max_file_bytes=MAX_FILE_BYTES, also=protected(record))
 
 
 def protected(record: RepositoryTask) -> frozenset[str]:
@@ -116,7 +138,8 @@ def protected(record: RepositoryTask) -> frozenset[str]:
     ids = [*record.fail_to_pass, *record.pass_to_pass]
     if record.package in offline.suites():
         ids += offline.suites()[record.package]["stable"]
-    return frozenset(test.partition("::")[0] for test in ids)
+    added = patches.paths(record.test_patch) if record.test_patch else frozenset()
+    return added | {test.partition("::")[0] for test in ids}
 
 
 def grade(task: Task, result: Mapping[str, Any] | None, episode: Episode) -> Reward:
@@ -125,9 +148,9 @@ def grade(task: Task, result: Mapping[str, Any] | None, episode: Episode) -> Rew
     Raises:
         GradingError: there is no verdict, or a canary was seen.
     """
-    record, shaping = _asked(task, episode)
+    record, options = _asked(task, episode)
     judgement = judge(record, _changes(result))
-    return _reward(record, result, judgement, episode, shaping)
+    return _reward(record, result, judgement, episode, options)
 
 
 def rooms(
@@ -139,23 +162,50 @@ def rooms(
     Raises:
         GradingError: as above.
     """
-    record, shaping = _asked(task, episode)
+    record, options = _asked(task, episode)
     try:
+        if not record.package:
+            return _rooms_of_image(record, options, result, episode, runs)
         suite = replace(offline.suite(record, "python3"), version=record.python)
         broken = offline.graded_tree(record)
         tree = merged(broken, _changes(result), protected(record))
         if tree is None:
-            return _reward(record, result, _IMPOSSIBLE, episode, shaping)
+            return _reward(record, result, _IMPOSSIBLE, episode, options)
         done = [remote.read(run) for run in runs]
         answer = examination.wanted(suite, done, known_bad=True)
         if isinstance(answer, Judgement):
-            return _reward(record, result, answer, episode, shaping)
+            return _reward(record, result, answer, episode, options)
         return [
             remote.order(trial, examination.tree_of(trial, tree, broken, suite), suite)
             for trial in answer
         ]
     except (RoomFault, RecordError, sources.SourceError, ValueError) as error:
         raise GradingError(f"task {record.instance_id}: cannot grade: {error}") from error
+
+
+def _rooms_of_image(
+    record: RepositoryTask,
+    options: Options,
+    result: Mapping[str, Any] | None,
+    episode: Episode,
+    runs: Sequence[RoomRun],
+) -> Reward | list[RoomOrder]:
+    """`rooms`, where only the image has the repository."""
+    if not options.judge:
+        if episode.split is Split.TRAIN:
+            raise GradingError(
+                "task.grader_options.judge=false is for evaluations: nothing to learn"
+            )
+        return Reward(0.0, False, {"judged": 0.0})
+    imaged.check(record)
+    suite = imaged.suite(record, options.repository, options.pytest)
+    done = [remote.read(run) for run in runs]
+    answer = examination.wanted(suite, done, known_bad=True)
+    if isinstance(answer, Judgement):
+        return _reward(record, result, answer, episode, options)
+    also = protected(record)
+    allowed = {p: text for p, text in _changes(result).items() if workspace.acceptable(p, also)}
+    return [imaged.trial(record, trial, allowed, suite) for trial in answer]
 
 
 def judge(record: RepositoryTask, changes: Mapping[str, str | None]) -> Judgement:
@@ -179,11 +229,11 @@ def _changes(result: Mapping[str, Any] | None) -> Mapping[str, str | None]:
     return (result or {}).get("files", {})
 
 
-def _asked(task: Task, episode: Episode) -> tuple[RepositoryTask, Shaping]:
+def _asked(task: Task, episode: Episode) -> tuple[RepositoryTask, Options]:
     """What is to be judged, and how it is rewarded."""
     try:
         record = RepositoryTask.from_task(task)
-        shaping = Shaping.model_validate(episode.options)
+        options = Options.model_validate(episode.options)
     except ValueError as error:  # pydantic's and ours
         raise GradingError(f"task {task.task_id}: {error}") from error
     if seen := canary.first_seen(episode.texts):
@@ -191,7 +241,7 @@ def _asked(task: Task, episode: Episode) -> tuple[RepositoryTask, Shaping]:
             f"task {task.task_id}: the reply of call {seen[0]} of attempt {episode.attempt_id} "
             f"holds a canary ({seen[1]}): the agent saw what it must not, and its rollout is void"
         )
-    return record, shaping
+    return record, options
 
 
 def _reward(

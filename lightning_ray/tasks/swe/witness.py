@@ -1,9 +1,9 @@
 """Runs a repository's tests with pytest and reports what each did. Run by `cleanroom` or in a pod.
 
 Started as `python -s -B witness.py FD` in the environment of the repository, beside the folders
-`tree` and `scratch` of its room: reads one JSON line from the socket FD, answers `ready`, runs the
-tests, answers one JSON line that repeats the nonce, and exits with pytest's status, without running
-anybody's exit handlers.
+`scratch` and, if the image has not the repository elsewhere, `tree` of its room: reads one JSON
+line from the socket FD, answers `ready`, runs the tests, answers one JSON line that repeats the
+nonce, and exits with pytest's status, without running anybody's exit handlers.
 
 Invariants: nothing of the repository is imported before `ready` is sent, so that what goes wrong
 before is the grader's fault; configuration and plug-ins of the repository are not read, except
@@ -73,13 +73,13 @@ def expire(*_: object) -> None:
     raise TestTooSlow
 
 
-def command(targets: list[str]) -> list[str]:
+def command(tree: str, targets: list[str], options: list[str]) -> list[str]:
     """Of pytest, with our configuration and no other."""
     return [
-        "-q", "-c", f"{SCRATCH}/pytest.ini", f"--rootdir={TREE}",
+        "-q", "-c", f"{SCRATCH}/pytest.ini", f"--rootdir={tree}",
         f"--junit-xml={SCRATCH}/junit.xml", f"--basetemp={SCRATCH}/pytest",
         "-p", "no:cacheprovider", "--disable-warnings", "--tb=no", "--color=no",
-        "--continue-on-collection-errors", *targets,
+        "--continue-on-collection-errors", *options, *targets,
     ]  # fmt: skip
 
 
@@ -100,10 +100,11 @@ def main() -> None:
         signal.signal(signal.SIGALRM, expire)
     recorder = Recorder(order["shuffle"], order["test_seconds"])
     write, dumps, nonce, leave = channel.sendall, json.dumps, order["nonce"], os._exit
-    os.chdir(TREE)
+    tree = order["repository"] or TREE
+    os.chdir(tree)
     write(b"ready\n")
-    sys.path += [os.path.normpath(os.path.join(TREE, path)) for path in order["paths"]]
-    argv = command(order["targets"])
+    sys.path += [os.path.normpath(os.path.join(tree, path)) for path in order["paths"]]
+    argv = command(tree, order["targets"], order["options"])
     status = pytest.main(argv, plugins=[recorder])
     signal.setitimer(signal.ITIMER_REAL, 0)
     report = {

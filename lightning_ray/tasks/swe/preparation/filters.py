@@ -20,7 +20,7 @@ from typing import Literal
 from lightning_ray.tasks.swe import patches
 from lightning_ray.tasks.swe.patches import FilePatch, PatchError
 from lightning_ray.tasks.swe.preparation.options import Options
-from lightning_ray.tasks.swe.record import Format, RepositoryTask
+from lightning_ray.tasks.swe.record import Format, RepositoryTask, addressable
 from lightning_ray.tasks.swe.workspace import is_protected
 
 _HEADING = re.compile(r"@@ [^@]* @@(.*)", re.DOTALL)
@@ -159,19 +159,6 @@ def _too_many(record: RepositoryTask, options: Options) -> str | None:
     if count[0] > options.most_fail_to_pass:
         return f"{count[0]} fail-to-pass tests"
     return f"{count[1]} tests" if count[1] > options.most_tests else None
-
-
-def addressable(test: str) -> bool:
-    """True for an id that pytest can be given and gives back: `tests/test_x.py::Class::test[case]`.
-    Ids that a parser of printed results has cut at a space lack their closing bracket.
-
-    >>> addressable("t/test_a.py::test_b[1 2]"), addressable("t/test_a.py::test_b[1")
-    (True, False)
-    """
-    path, _, name = test.partition("::")
-    parts = path.split("/")
-    plain = path.endswith(".py") and not any(part in ("", ".", "..") for part in parts)
-    return plain and bool(name) and test.isprintable() and ("[" in name) == name.endswith("]")
 
 
 def _unaddressable(record: RepositoryTask) -> str | None:
