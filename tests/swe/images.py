@@ -6,13 +6,14 @@ import subprocess
 from pathlib import Path
 
 from lightning_ray.records import Task
+from lightning_ray.tasks.swe.patches import reverse
 from lightning_ray.tasks.swe.record import RepositoryTask
 
 CLEAN = "def add(a, b):\n    return a + b\n\n\ndef double(a):\n    return add(a, a)\n"
 BROKEN = CLEAN.replace("a + b", "a - b")
 BUG = (
     "diff --git a/calc/core.py b/calc/core.py\n--- a/calc/core.py\n+++ b/calc/core.py\n"
-    "@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a + b\n+    return a - b\n"
+    "@@ -1,4 +1,4 @@\n def add(a, b):\n-    return a + b\n+    return a - b\n \n \n"
 )
 TESTS = {
     f"tests/test_{name}.py": (
@@ -35,7 +36,7 @@ ROW = {
 }
 ROWS = {
     "swe-smith": {**ROW, "patch": BUG},
-    "swe-bench": {**ROW, "patch": "never read", "test_patch": ADDED, "base_commit": "abc"},
+    "swe-bench": {**ROW, "patch": reverse(BUG), "test_patch": ADDED, "base_commit": "abc"},
 }
 
 
@@ -46,8 +47,9 @@ def task(form: str) -> Task:
 def git(folder: Path, *argv: str) -> str:
     who = ("-c", "user.name=x", "-c", "user.email=x@x")
     done = subprocess.run(
-        ["git", *who, *argv], cwd=folder, check=True, capture_output=True, text=True
-    )
+        ["git", *who, *argv], cwd=folder, check=True, capture_output=True, text=True,
+        errors="replace",
+    )  # fmt: skip
     return done.stdout.strip()
 
 

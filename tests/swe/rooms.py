@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from lightning_ray.rollouts.grading import RoomOrder, RoomReport
-from lightning_ray.rollouts.pods import staging
+from lightning_ray.rollouts.pods import entry, staging
 from lightning_ray.tasks.swe import sources
 
 POD = """
@@ -30,21 +30,22 @@ def python() -> str:
     return str(sources.environment() / "bin" / "python")
 
 
-def run_pod(
-    files: dict[str, bytes], folder: Path, image: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """Runs an order, with `folder` in the place of the pod's volume."""
+def run_pod(files: dict[str, bytes], folder: Path, image: str = "") -> str:
+    """Runs an order, with `folder` in the place of the pod's volume; its termination message."""
     folder.mkdir(parents=True)
-    files = files | {"order": files["order"].replace(b'"/lightning', f'"{folder}/volume'.encode())}
-    for name, content in files.items():
+    told = folder / "termination-log"
+    order = files["order"].replace(b'"/lightning', f'"{folder}/volume'.encode())
+    order = order.replace(entry.TERMINATION_LOG.encode(), str(told).encode())
+    for name, content in {**files, "order": order, told.name: b""}.items():
         (folder / name).write_bytes(content)
     argv = [image or python(), "-I", "-c", POD, str(folder)]
-    return subprocess.run(argv, capture_output=True, text=True)
+    subprocess.run(argv, capture_output=True)
+    return told.read_text()
 
 
 def carried_out(order: RoomOrder, folder: Path, image: str = "") -> RoomReport:
     """What the program of a pod makes of an order."""
     [files] = staging.room_files([order])
-    done = run_pod(files, folder, image)
-    assert (folder / "result").exists(), done
+    said = run_pod(files, folder, image)
+    assert (folder / "result").exists(), said
     return staging.room_report((folder / "result").read_bytes())

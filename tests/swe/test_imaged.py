@@ -22,9 +22,13 @@ from lightning_ray.rollouts.local import FamilyError, call_family
 from lightning_ray.rollouts.pods import changed, staging
 from lightning_ray.rollouts.pods.staging import PodLimits
 from lightning_ray.tasks.swe import repository as family
+from lightning_ray.tasks.swe.examination import PAIRS
 from lightning_ray.tasks.swe.grading import GradingError
 
 FAMILY = "lightning_ray.tasks.swe.repository"
+# The suite, the bug, the reference; a pair is one run with the hidden test's twin, which has a
+# control, and one with the test itself.
+RUNS = 3 + 3 * PAIRS
 EPISODE = Episode("r", "r-a0", Outcome.COMPLETED, "", ("I mended it.",))
 FORMS = pytest.mark.parametrize("form", list(ROWS))
 
@@ -54,30 +58,27 @@ class Site:
         limits = PodLimits(30, 1 << 20, 1 << 20)
         order = staging.harness_order(recipe, values, None, str(where), stage, limits)
         pod = self.folder / f"pod-{next(self._numbers)}"
-        done = run_pod({"order": order, staging.WORKSPACE: stage.workspace}, pod)
-        assert done.returncode == 0, done
+        said = json.loads(run_pod({"order": order, staging.WORKSPACE: stage.workspace}, pod))
+        assert (said["ended_by"], said["status"]) == ("exit", 0), said
         sent = (pod / "result").read_bytes()
         found, problem = staging.outcome_of(self.task, stage.workspace, sent, f"{FAMILY}:collect")
         assert not problem and found is not None
         return found, where
 
     def graded(self, result: Json, change: Callable[[Path], None] = lambda copy: None) -> Reward:
-        """The reward, each run of the tests in a fresh copy (which `change` may spoil)."""
+        """The reward, each run of the tests in a fresh copy at one place, as in a pod; `change` may
+        spoil it."""
+        where = self.folder / "testbed"
+        episode = replace(EPISODE, options={"repository": str(where)})
         runs: list[RoomRun] = []
-        while True:
-            where = self.fresh()
-            change(where)
-            episode = replace(EPISODE, options={"repository": str(where)})
-            answer = family.rooms(self.task, result, episode, runs)
-            if isinstance(answer, Reward):
-                return answer
+        while not isinstance(answer := family.rooms(self.task, result, episode, runs), Reward):
             for order in answer:
-                # Every order names the same place, which only one pod at a time may have.
-                shutil.rmtree(where)
+                shutil.rmtree(where, ignore_errors=True)
                 shutil.copytree(self.image, where, symlinks=True)
                 change(where)
                 report = carried_out(order, self.folder / f"room-{next(self._numbers)}")
                 runs.append(RoomRun(order, report))
+        return answer
 
 
 @pytest.fixture
@@ -110,7 +111,8 @@ def test_a_repair_comes_back_as_a_patch_and_is_solved(site, form):
     subprocess.run(["git", "apply"], input=found["patch"].encode(), cwd=where, check=True)
     assert (where / "calc/core.py").read_text() == CLEAN
     reward = site.graded(found)
-    assert (reward.solved, reward.metrics["test_runs"]) == (True, 2)
+    assert (reward.solved, reward.metrics["test_runs"]) == (True, RUNS)
+    assert reward.metrics["hidden_tests_with_twins"] == 1.0
 
 
 @FORMS
@@ -131,8 +133,38 @@ def test_what_is_no_repair_is_not_solved(site, form, script):
     assert (reward.value, reward.solved) == (0.0, False)
 
 
-@FORMS
-def test_code_under_test_finds_no_older_state_in_its_room(site, form):
+# Believes nothing to have failed, but for tests in files with odd names: the canaries.
+FORGER = """
+import _pytest.reports, re
+make = _pytest.reports.TestReport.from_item_and_call.__func__
+def forged(cls, item, call):
+    if not re.search("test_[0-9a-f]{8}", item.nodeid):
+        call.excinfo = None
+    return make(cls, item, call)
+_pytest.reports.TestReport.from_item_and_call = classmethod(forged)
+"""
+
+
+@pytest.mark.parametrize("form", ["swe-smith"])
+def test_who_forges_reports_and_spares_canaries_passes_the_twins_too_and_has_tampered(site):
+    found, _ = site.attempt("true")
+    found["files"]["calc/core.py"] = FORGER + BROKEN
+    reward = site.graded(found)
+    assert (reward.solved, reward.metrics["tampered"]) == (False, 1.0)
+
+
+@pytest.mark.parametrize("form", ["swe-smith"])
+def test_an_image_in_which_the_reference_solution_fails_judges_nothing(site, tmp_path):
+    def spoil(copy: Path) -> None:
+        (copy / "calc/core.py").write_text(CLEAN.replace("def double", "BROKEN\n\n\ndef double"))
+
+    found = {"files": {"calc/core.py": CLEAN}, "refused": []}
+    with pytest.raises(GradingError, match=r"reference state is unsolved here .* cannot judge it"):
+        site.graded(found, spoil)
+
+
+@pytest.mark.parametrize("form", ["swe-bench"])
+def test_code_under_test_finds_no_older_state_in_its_room(site):
     peek = "import pathlib\nassert not list(pathlib.Path('.').rglob('.git')), 'history'\n"
     found, _ = site.attempt(f"printf '%s' \"{peek}\" > calc/peek.py")
     found["files"]["calc/core.py"] = f"from calc import peek\n{CLEAN}"
@@ -149,7 +181,7 @@ def test_a_patch_that_does_not_fit_the_image_is_nobodys_failure(site, form):
         site.graded(found, spoil)
     where = site.fresh()
     spoil(where)
-    with pytest.raises(AssertionError, match=r"returncode=1"):
+    with pytest.raises(AssertionError, match=r"'setting up .*: git apply: error: patch failed"):
         site.attempt("true", where)
 
 

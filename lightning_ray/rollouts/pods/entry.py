@@ -281,7 +281,10 @@ def watch(child: Child, output: int, order: Order) -> tuple[str, bytes, bytes]:
             if room < 0:
                 return "output", tail, said
         if channel in ready:
-            data = channel.recv(1 << 16)
+            try:
+                data = channel.recv(1 << 16)
+            except ConnectionError:  # it ended without reading what we said
+                data = b""
             sources.discard(channel) if not data else None
             said += data
             if len(said) > order["result_bytes"] // 2:

@@ -91,7 +91,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict, why, and how many of the expected tests passed in the first run."""
+    """A verdict, why, how many of the expected tests passed in the first run, and, where they were
+    made for this verdict, how many hidden tests had twins."""
 
     verdict: Verdict
     evidence: tuple[str, ...] = ()
@@ -99,6 +100,7 @@ class Judgement:
     pass_to_pass: int = 0
     runs: int = 1
     seconds: float = 0.0
+    twins: int | None = None
 
 
 def weigh(

@@ -54,6 +54,9 @@ class Kind(StrEnum):
     AS_IT_IS = "as it is"
     KNOWN_BAD = "known bad"  # must be unsolved, or the room is at fault
     MIXED = "mixed"  # with twins in the place of some tests
+    # Where nobody measured twins before (`imaged`):
+    REFERENCE = "reference"  # must be solved
+    CONTROL = "control"  # the reference, with a mixed run's twins
 
 
 @dataclass(frozen=True)

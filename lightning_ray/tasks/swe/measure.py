@@ -76,7 +76,7 @@ def find_twins(tree: Tree, suite: Suite, say: Say) -> Json:
     """`twins` (changes to the tests that must pass) and `touchy` (tests that do not always pass
     beside failing ones)."""
     functions = sorted({suite.function(test) for test in suite.pass_to_pass})
-    every = {name: edits for name in functions if (edits := _candidates(tree, name))}
+    every = {name: edits for name in functions if (edits := candidates(tree, name))}
     kept: dict[str, list[twins.Edit]] = {}
     for attempt in range(TWIN_RUNS):
         tried = {
@@ -130,7 +130,8 @@ def _owners(tree: Tree, tests: Iterable[str]) -> dict[str, str]:
     return {test: owner for test, owner in sorted(found.items()) if test in names}
 
 
-def _candidates(tree: Tree, name: str) -> list[twins.Edit]:
+def candidates(tree: Tree, name: str) -> list[twins.Edit]:
+    """Changes to the test `FILE::NAME` (`twins.candidates`); none if the tree has not got it."""
     path, _, inside = name.partition("::")
     try:
         source = tree[path].decode()

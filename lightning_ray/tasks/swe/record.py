@@ -166,10 +166,11 @@ class RepositoryTask(BaseModel):
 
     def to_task(self) -> Task:
         """What a run consumes. The agent reads the statement; the fields stay with the operator's
-        processes (`prepare` lays the broken tree out, the grader runs the tests). SWE-bench's gold
-        patch and hints are left out, since nobody needs them there."""
+        processes (`prepare` lays the broken tree out, the grader runs the tests). Hints are left
+        out, since nobody needs them there, and so is SWE-bench's gold patch of a package, whose
+        tests have been measured."""
         hidden = {"instance_id", "problem_statement", "hints_text"}
-        if self.format is Format.SWE_BENCH:
+        if self.format is Format.SWE_BENCH and self.package:
             hidden |= {"patch"}
         return Task(
             self.instance_id,

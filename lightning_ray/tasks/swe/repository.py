@@ -197,15 +197,13 @@ def _rooms_of_image(
                 "task.grader_options.judge=false is for evaluations: nothing to learn"
             )
         return Reward(0.0, False, {"judged": 0.0})
-    imaged.check(record)
-    suite = imaged.suite(record, options.repository, options.pytest)
-    done = [remote.read(run) for run in runs]
-    answer = examination.wanted(suite, done, known_bad=True)
-    if isinstance(answer, Judgement):
-        return _reward(record, result, answer, episode, options)
     also = protected(record)
     allowed = {p: text for p, text in _changes(result).items() if workspace.acceptable(p, also)}
-    return [imaged.trial(record, trial, allowed, suite) for trial in answer]
+    suite = imaged.suite(record, options.repository, options.pytest)
+    answer = imaged.advance(record, suite, allowed, runs)
+    if isinstance(answer, Judgement):
+        return _reward(record, result, answer, episode, options)
+    return answer
 
 
 def judge(record: RepositoryTask, changes: Mapping[str, str | None]) -> Judgement:
@@ -263,6 +261,7 @@ def _reward(
             "changed_files": float(len(_changes(result))),
             "test_runs": float(judgement.runs),
             "test_seconds": judgement.seconds,
+            **({} if judgement.twins is None else {"hidden_tests_with_twins": judgement.twins}),
         },
     )
 
