@@ -63,7 +63,7 @@ async def ours(settings: RunConfig, jobs: int) -> tuple[float, float]:
     rooms = [f"r{number}-a0" for number in range(jobs)]
     waiting = [
         asyncio.ensure_future(
-            launcher.run(TASK, Room(room, "http://gateway", "key", "agent"), NAMES)
+            launcher.run(TASK, Room(room, "http://gateway", "key", "agent", 600.0), NAMES)
         )
         for room in rooms
     ]
@@ -129,7 +129,9 @@ def main() -> None:
         control_plane.Cluster(Path(folder), control_plane.build()) as cluster,
     ):
         settings = config(cluster.kubeconfig(), jobs)
-        template = Launcher(settings, "bench")._build(TASK, Room("x", "u", "k", "agent"), NAMES)
+        template = Launcher(settings, "bench")._build(
+            TASK, Room("x", "u", "k", "agent", 600.0), NAMES
+        )
         few = min(jobs, 200)
         made, gone = asyncio.run(ours(settings, jobs))
         plain = theirs(cluster.batch, template, few)

@@ -359,8 +359,8 @@ spec:
         - name: side
           image: proxy
 """
-FRAME = Frame("run1", None, 0.25, 2048, 4096, 100.0, None)
-ROOM = Room("r-a0", "http://gateway/rollout/r-a0", "s3cret", "agent")
+FRAME = Frame("run1", None, 0.25, 2048, 4096, 40.0, None)
+ROOM = Room("r-a0", "http://gateway/rollout/r-a0", "s3cret", "agent", 60.0)
 
 
 def template(tmp_path: Path, text: str) -> JobTemplate:

@@ -27,12 +27,19 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.records import Outcome, Reward, Task
 from lightning_ray.rollouts import grading
-from lightning_ray.rollouts.grading import GradeRequest, GraderFault, RoomReport, RoomRun
+from lightning_ray.rollouts.grading import (
+    GradeRequest,
+    GraderFault,
+    RoomOrder,
+    RoomReport,
+    RoomRun,
+)
 from lightning_ray.rollouts.harness import MODEL_NAME, Recipe, RecipeError
 from lightning_ray.rollouts.lifecycle import Attempt
 from lightning_ray.rollouts.local import AttemptResult
 from lightning_ray.rollouts.pods import manifest, staging
 from lightning_ray.rollouts.pods.api import OUTAGE, Api
+from lightning_ray.rollouts.pods.entry import MOST_SETUP_S
 from lightning_ray.rollouts.pods.launcher import Launcher
 from lightning_ray.rollouts.pods.manifest import Room
 from lightning_ray.rollouts.pods.outcomes import End
@@ -168,7 +175,10 @@ class Pods:
             )
             files = {"order": order} | ({staging.WORKSPACE: stage.workspace} if stage else {})
             await self._open(attempt_id, key, files)
-            room = Room(attempt_id, names.gateway_url, key, manifest.AGENT)
+            program_s = self._config.rollout.timeout_s + (
+                MOST_SETUP_S if stage and stage.setup else 0
+            )
+            room = Room(attempt_id, names.gateway_url, key, manifest.AGENT, program_s)
             end = await self._launcher.run(task, room, names)
             return await self._ended(attempt, end)
         except (TemplateFault, RecipeError) as error:
@@ -245,7 +255,7 @@ class Pods:
                 files = await self._wait(attempt, lay_out)
             except RayTaskError as error:
                 return GraderFault(f"what the grader wants cannot be laid out: {_said(error)}")
-            reports = await self._carry_out(attempt, files)
+            reports = await self._carry_out(attempt, answer, files)
             for order, report in zip(answer, reports, strict=True):
                 if isinstance(report, GraderFault):
                     return report
@@ -254,10 +264,13 @@ class Pods:
                 runs.append(RoomRun(order, report))
 
     async def _carry_out(
-        self, attempt: Attempt, files: list[dict[str, bytes]]
+        self, attempt: Attempt, orders: list[RoomOrder], files: list[dict[str, bytes]]
     ) -> list[RoomReport | GraderFault]:
         """What came of orders, each in a room of its own."""
-        works = [asyncio.ensure_future(self._in_room(attempt, one)) for one in files]
+        works = [
+            asyncio.ensure_future(self._in_room(attempt, order.timeout_s, one))
+            for order, one in zip(orders, files, strict=True)
+        ]
         try:
             return await asyncio.gather(*works)
         finally:  # where one of them raised, the others are of no use
@@ -265,7 +278,9 @@ class Pods:
                 work.cancel()
             await asyncio.gather(*works, return_exceptions=True)
 
-    async def _in_room(self, attempt: Attempt, files: dict[str, bytes]) -> RoomReport | GraderFault:
+    async def _in_room(
+        self, attempt: Attempt, timeout_s: float, files: dict[str, bytes]
+    ) -> RoomReport | GraderFault:
         fault = ""
         for _ in range(self._config.rollout.retries + 1):
             # The pod's host name has it: whoever runs there learns neither which room this is of a
@@ -279,7 +294,7 @@ class Pods:
             try:
                 await self._open(room, key, files)
                 names = self._names(attempt, room)
-                wanted = Room(room, names.gateway_url, key, manifest.GRADER)
+                wanted = Room(room, names.gateway_url, key, manifest.GRADER, timeout_s)
                 end = await self._launcher.run(attempt.spec.task, wanted, names)
                 result = await self._store.room_result.remote(room)
             finally:

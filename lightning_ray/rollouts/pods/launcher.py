@@ -43,7 +43,7 @@ _WORKERS = 8  # requests to the API server at a time
 _TICK_S = 0.5  # longest wait for news
 _LOOK_S = 1.0  # between two looks at what only time changes: all Jobs are looked at
 _STOP_S = 20.0  # for the API server to have deleted what is left
-_GRACE_S = 120.0  # for staging and sending back, on top of an attempt's time and its start
+_GRACE_S = 120.0  # for staging and sending back, on top of a program's time and its start
 _FOR_GOOD = frozenset(
     {400, 403, 404, 405, 413, 415, 422}
 )  # statuses that another try will not change
@@ -78,7 +78,7 @@ class Launcher:
             cpus=rollout.cpus,
             memory_mib=rollout.memory_mib,
             disk_mib=rollout.disk_mib,
-            deadline_s=rollout.timeout_s + settings.start_timeout_s + _GRACE_S,
+            spare_s=settings.start_timeout_s + _GRACE_S,
             keep_s=settings.keep_s,
         )
         patience = Patience(settings.start_timeout_s, settings.fault_timeout_s)
@@ -116,7 +116,7 @@ class Launcher:
             TemplateFault: what is wrong, with the line of the template.
             ConfigError: the API server does not answer, or forbids it.
         """
-        room = Room("check", "http://gateway", "", "check")
+        room = Room("check", "http://gateway", "", "check", 1.0)
         try:
             self._api.create_job(self._build(task, room, Names("a", "r", "g", "s", "u")), dry=True)
         except ApiException as error:

@@ -65,7 +65,8 @@ space["main"](order, request, key)
 
 @dataclass(frozen=True)
 class Frame:
-    """What all Jobs of a run have in common. Memory and disk in MiB; `keep_s` is how long an ended
+    """What all Jobs of a run have in common. Memory and disk in MiB; `spare_s` is what a Job has
+    besides its program's time, `keep_s` how long an ended
     Job stays (None: it is deleted at once)."""
 
     run_id: str
@@ -73,18 +74,20 @@ class Frame:
     cpus: float
     memory_mib: int
     disk_mib: int
-    deadline_s: float
+    spare_s: float
     keep_s: int | None
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a pod is told: where its files are, and the key that opens them."""
+    """What a pod is told: where its files are, and the key that opens them; `program_s` is the
+    longest that its program takes."""
 
     name: str
     url: str
     key: str
     role: str
+    program_s: float
 
 
 def job_name(run_id: str, room: str) -> str:
@@ -120,7 +123,7 @@ def build(template: Json, room: Room, frame: Frame) -> Json:
         backoffLimit=0,
         completions=1,
         parallelism=1,
-        activeDeadlineSeconds=int(frame.deadline_s),
+        activeDeadlineSeconds=int(room.program_s + frame.spare_s),
         ttlSecondsAfterFinished=_TTL_S if frame.keep_s is None else frame.keep_s,
     )
     pod = spec["template"]
