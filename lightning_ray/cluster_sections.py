@@ -46,6 +46,11 @@ class KubernetesSection(Section):
         description="Where the image has the harness: {venv} of its recipe (`python -m "
         "lightning_ray install RECIPE --into PATH` makes it).",
     )
+    python: str = Field(
+        "python3",
+        description="Our own program's interpreter in a pod, 3.8 or newer: `python3` of its PATH, "
+        "or a path. Tests always run with the first `python3` of the PATH.",
+    )
     grade: Literal["job", "cluster"] = Field(
         "job",
         description="Where hidden tests run: in a second Job of the same template, or on the "

@@ -312,9 +312,10 @@ class TaskSection(Section):
         None, description="Command that reads a JSON object on stdin and prints a reward as JSON."
     )
     grader_timeout_s: float = Field(300, gt=0, description="Longest wait for a reward, in seconds.")
-    grader_options: dict[str, float] = Field(
+    grader_options: dict[str, bool | int | float | str | list[str]] = Field(
         default_factory=dict,
         description="What the grader gets as `episode.options`. `tasks.swe.repository` knows "
         "turn_penalty, free_turns, prompt_penalty, free_prompt_tokens, least_solved and "
-        "partial_credit (docs/swe.md).",
+        "partial_credit, and of repositories in images repository, pytest, judge and "
+        "require_twins (docs/swe.md).",
     )

@@ -76,8 +76,11 @@ def test_the_patch_means_the_opposite_in_the_two_forms():
     assert RepositoryTask.from_row(smith.to_bench()).bug_patch == BUG
 
 
-def test_a_task_carries_the_record_without_a_gold_patch_or_a_hint():
+def test_a_task_carries_the_record_without_a_hint_and_the_gold_patch_of_an_image_alone():
+    """There the reference solution is needed to judge."""
     smith, bench = RepositoryTask.from_row(SMITH), RepositoryTask.from_row(BENCH)
+    assert RepositoryTask.from_task(bench.to_task()).gold_patch == bench.gold_patch
+    bench = bench.model_copy(update={"package": "toolz"})
     assert RepositoryTask.from_task(smith.to_task()) == smith
     task = bench.to_task()
     assert task.statement == "y is wrong"

@@ -578,7 +578,8 @@ def test_repository_tasks_are_judged_in_pods_as_on_a_node(site, tmp_path) -> Non
 
 
 def test_a_repository_that_only_its_image_has_is_mended_and_judged_there(site, tmp_path) -> None:
-    """Rows of both forms, in copies of one folder, at the place where their images have it."""
+    """Rows of both forms, in copies of one folder, at the place where their images have it. What is
+    learnt of them goes to the cache of this machine, by the folder's name."""
     template = WITH_PYTEST + "          workingDir: /testbed\n"
     here = site(*for_repositories(tmp_path, template))
     look = """
@@ -602,6 +603,7 @@ assert not pathlib.Path("tests/test_add.py").exists()
     for name, one in ended.items():
         assert one.outcome is Outcome.COMPLETED and one.reward is not None, one
         mended = name.endswith("-mended")
-        runs = 3 + 3 * examination.PAIRS if mended else 1
-        assert (one.reward.solved, one.reward.metrics["test_runs"]) == (mended, runs), one
+        assert one.reward.solved == mended, one
+        if mended:
+            assert one.reward.metrics["hidden_tests_with_twins"] == 1.0
     here.cluster.until(lambda: not here.jobs() and not here.pods())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -38,8 +39,10 @@ def run_pod(files: dict[str, bytes], folder: Path, image: str = "") -> str:
     order = order.replace(entry.TERMINATION_LOG.encode(), str(told).encode())
     for name, content in {**files, "order": order, told.name: b""}.items():
         (folder / name).write_bytes(content)
-    argv = [image or python(), "-I", "-c", POD, str(folder)]
-    subprocess.run(argv, capture_output=True)
+    image = image or python()
+    path = f"{Path(image).parent}:/usr/local/bin:/usr/bin:/bin"  # whose python3 is the image's
+    argv = [image, "-I", "-c", POD, str(folder)]
+    subprocess.run(argv, capture_output=True, env={**os.environ, "PATH": path})
     return told.read_text()
 
 

@@ -3,10 +3,13 @@ The image is a folder here, and the program of a pod a process; tests/kubernetes
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +18,22 @@ import pytest
 from images import BROKEN, CLEAN, ROWS, git, image, task
 from rooms import carried_out, run_pod
 
-from lightning_ray.records import Json, Outcome, Reward
+from lightning_ray.config import load
+from lightning_ray.records import Json, Outcome, Reward, Split
 from lightning_ray.rollouts.grading import Episode, RoomRun
 from lightning_ray.rollouts.harness import Recipe
 from lightning_ray.rollouts.local import FamilyError, call_family
 from lightning_ray.rollouts.pods import changed, staging
 from lightning_ray.rollouts.pods.staging import PodLimits
+from lightning_ray.tasks.swe import benchmarks, layout, offline, sources
 from lightning_ray.tasks.swe import repository as family
 from lightning_ray.tasks.swe.examination import PAIRS
 from lightning_ray.tasks.swe.grading import GradingError
 
 FAMILY = "lightning_ray.tasks.swe.repository"
-# The suite, the bug, the reference; a pair is one run with the hidden test's twin, which has a
-# control, and one with the test itself.
-RUNS = 3 + 3 * PAIRS
+# The suite, the bug, the reference; four changes to the one hidden test are measured; a pair is one
+# run with its twin, which has a control, and one with the test itself.
+RUNS = 3 + 4 + 3 * PAIRS
 EPISODE = Episode("r", "r-a0", Outcome.COMPLETED, "", ("I mended it.",))
 FORMS = pytest.mark.parametrize("form", list(ROWS))
 
@@ -36,8 +41,9 @@ FORMS = pytest.mark.parametrize("form", list(ROWS))
 class Site:
     """A task, and fresh copies of its image."""
 
-    def __init__(self, folder: Path, form: str) -> None:
-        self.folder, self.task = folder, task(form)
+    def __init__(self, folder: Path, form: str, testbed: Path) -> None:
+        self.folder, self.task, self.testbed = folder, task(form), testbed
+        self.python = ""
         self.image = image(folder / "image", form)
         self._numbers = itertools.count()
 
@@ -58,7 +64,8 @@ class Site:
         limits = PodLimits(30, 1 << 20, 1 << 20)
         order = staging.harness_order(recipe, values, None, str(where), stage, limits)
         pod = self.folder / f"pod-{next(self._numbers)}"
-        said = json.loads(run_pod({"order": order, staging.WORKSPACE: stage.workspace}, pod))
+        files = {"order": order, staging.WORKSPACE: stage.workspace}
+        said = json.loads(run_pod(files, pod, self.python))
         assert (said["ended_by"], said["status"]) == ("exit", 0), said
         sent = (pod / "result").read_bytes()
         found, problem = staging.outcome_of(self.task, stage.workspace, sent, f"{FAMILY}:collect")
@@ -68,7 +75,7 @@ class Site:
     def graded(self, result: Json, change: Callable[[Path], None] = lambda copy: None) -> Reward:
         """The reward, each run of the tests in a fresh copy at one place, as in a pod; `change` may
         spoil it."""
-        where = self.folder / "testbed"
+        where = self.testbed
         episode = replace(EPISODE, options={"repository": str(where)})
         runs: list[RoomRun] = []
         while not isinstance(answer := family.rooms(self.task, result, episode, runs), Reward):
@@ -81,9 +88,21 @@ class Site:
         return answer
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(autouse=True)
+def cache(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What one test learns of a task the next one knows, as on a machine; and no other machine."""
+    monkeypatch.setattr(sources, "cache", lambda: shared / "cache")
+    return shared / "cache"
+
+
 @pytest.fixture
-def site(tmp_path: Path, form: str) -> Site:
-    return Site(tmp_path, form)
+def site(tmp_path: Path, form: str, shared: Path) -> Site:
+    return Site(tmp_path, form, shared / "testbed")
 
 
 @FORMS
@@ -101,8 +120,9 @@ def test_an_agent_finds_the_bug_in_one_commit_without_history_or_hidden_tests(si
     assert git(here, "rev-parse", "HEAD") == git(again, "rev-parse", "HEAD")
 
 
-@FORMS
-def test_a_repair_comes_back_as_a_patch_and_is_solved(site, form):
+@pytest.mark.parametrize("form", ["swe-smith", pytest.param("swe-bench", marks=pytest.mark.slow)])
+def test_a_repair_comes_back_as_a_patch_and_is_solved(site, form, tmp_path):
+    site.testbed = tmp_path / "testbed"  # of which nothing is known
     script = "sed -i 's/a - b/a + b/' calc/core.py; rm tests/test_zero.py; echo x > logo.png"
     found, where = site.attempt(script)
     assert found["files"] == {"calc/core.py": CLEAN}
@@ -113,21 +133,22 @@ def test_a_repair_comes_back_as_a_patch_and_is_solved(site, form):
     reward = site.graded(found)
     assert (reward.solved, reward.metrics["test_runs"]) == (True, RUNS)
     assert reward.metrics["hidden_tests_with_twins"] == 1.0
+    again = site.graded({"files": {}, "refused": []})  # what is known is not measured again
+    assert (again.solved, again.metrics["test_runs"]) == (False, 1)
 
 
-@FORMS
+@pytest.mark.parametrize("form", ["swe-bench"])
 @pytest.mark.parametrize(
     "script",
     [
         "true",
         "printf 'import os; os._exit(0)' > calc/core.py",
-        "mkdir -p conf; printf 'def pytest_runtest_call(item): return' > conftest.py",
         "rm calc/core.py; mkdir calc/core.py; echo x > calc/core.py/deep.py",
         "rm -r calc; echo x > calc",
         "mkdir tests/test_add.py; echo x > tests/test_add.py/x.txt",
     ],
 )
-def test_what_is_no_repair_is_not_solved(site, form, script):
+def test_what_is_no_repair_is_not_solved(site, script):
     found, _ = site.attempt(script)
     reward = site.graded(found)
     assert (reward.value, reward.solved) == (0.0, False)
@@ -138,23 +159,133 @@ FORGER = """
 import _pytest.reports, re
 make = _pytest.reports.TestReport.from_item_and_call.__func__
 def forged(cls, item, call):
-    if not re.search("test_[0-9a-f]{8}", item.nodeid):
+    if not re.search("test_[0-9a-f]{8}", item.nodeid) and HERE:
         call.excinfo = None
     return make(cls, item, call)
 _pytest.reports.TestReport.from_item_and_call = classmethod(forged)
 """
+# And claims that a file could not be collected, which is no excuse for a twin that passed.
+CLAIMS_ERRORS = """
+import gc
+for thing in gc.get_objects():
+    if type(thing).__name__ == "Recorder":
+        thing.errors.append("tests/test_zero.py")
+"""
+# A twin's file might have been written later than others, or be another one for the file system.
+OLD_FILES = """
+import os
+def newer(path):
+    test, other = os.stat(path), os.stat("tests/test_zero.py")
+    return test.st_mtime_ns != other.st_mtime_ns
+"""
 
 
 @pytest.mark.parametrize("form", ["swe-smith"])
-def test_who_forges_reports_and_spares_canaries_passes_the_twins_too_and_has_tampered(site):
-    found, _ = site.attempt("true")
-    found["files"]["calc/core.py"] = FORGER + BROKEN
-    reward = site.graded(found)
-    assert (reward.solved, reward.metrics["tampered"]) == (False, 1.0)
+@pytest.mark.parametrize(
+    ("script", "tampered"),
+    [
+        (FORGER.replace("HERE", "True"), 1.0),
+        pytest.param(FORGER.replace("HERE", "True") + CLAIMS_ERRORS, 0.0, marks=pytest.mark.slow),
+        pytest.param(
+            OLD_FILES + FORGER.replace("HERE", "not newer('tests/test_add.py')"),
+            1.0,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_who_forges_reports_but_does_not_know_the_twins_is_not_solved(site, script, tampered):
+    reward = site.graded({"files": {"calc/core.py": script + BROKEN}, "refused": []})
+    assert (reward.solved, reward.metrics["tampered"]) == (False, tampered)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["swe-smith"])
+def test_every_run_is_laid_out_by_the_same_steps(site, monkeypatch):
+    """What a run could see of the others' orders, but for what tests hold."""
+    seen, honest = [], carried_out
+
+    def spy(order, folder):
+        told = json.loads(base64.b64decode(order.binary["layout.json"]))
+        canary = order.note["canary"]
+        files = [path for path in told["files"] if path != canary]
+        seen.append((order.note["kind"], files, list(told["fresh"]), len(order.binary)))
+        return honest(order, folder)
+
+    monkeypatch.setattr("test_imaged.carried_out", spy)
+    assert site.graded({"files": {"calc/core.py": CLEAN}, "refused": []}).solved
+    ours = {(tuple(f), tuple(t), n) for kind, f, t, n in seen if kind in ("as it is", "mixed")}
+    assert len(ours) == 1
+    assert all(fresh == ["tests/test_add.py"] for _, _, fresh, _ in seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["swe-smith"])
+def test_what_python_kept_of_the_clean_state_is_gone_for_agents_and_tests(site, form):
+    python = sys.executable
+    for path in ("calc/core.py", "tests/test_add.py"):
+        subprocess.run([python, "-m", "py_compile", path], cwd=site.image, check=True)
+    (site.image / "build/lib/calc").mkdir(parents=True)
+    shutil.copy(site.image / "calc/core.py", site.image / "build/lib/calc/core.py")
+    _, here = site.attempt("true")
+    assert not [*here.rglob("*.pyc"), *here.rglob("build/lib/calc/*.py")]
+    look = "import pathlib\nassert not [*pathlib.Path('.').rglob('core.*.pyc')]\n"
+    found = {"files": {"calc/peek.py": look, "calc/core.py": f"from calc import peek\n{CLEAN}"}}
+    assert site.graded(found).solved
+
+
+@pytest.mark.parametrize("form", ["swe-smith"])
+def test_a_copy_of_the_package_elsewhere_makes_the_image_unfit(site, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "v"], check=True)
+    [purelib] = (tmp_path / "v").glob("lib/python*/site-packages")
+    shutil.copytree(site.image / "calc", purelib / "calc")
+    site.python = str(tmp_path / "v/bin/python")
+    with pytest.raises(AssertionError, match=r"core.py is a copy of what the task breaks"):
+        site.attempt("true")
+
+
+@pytest.mark.parametrize("form", ["swe-smith"])
+def test_modes_and_files_that_git_ignores_survive(site, form):
+    (site.image / "run.sh").write_text("#!/bin/sh\n")
+    (site.image / "run.sh").chmod(0o755)
+    (site.image / "kept.txt").write_text("tracked")
+    (site.image / ".gitignore").write_text("*.pyc\nkept.txt\nnew.txt\n")
+    git(site.image, "add", "-A", "-f")
+    git(site.image, "commit", "-qm", "more")
+    found, _ = site.attempt("git clean -fdXq; test -f kept.txt; echo 'exit 0' >> run.sh")
+    assert found["files"] == {"run.sh": "#!/bin/sh\nexit 0\n"}
+    order = family.rooms(site.task, found, EPISODE, [])[0]
+    told = json.loads(base64.b64decode(order.binary["layout.json"]))
+    copy = site.fresh()
+    subprocess.run(
+        [sys.executable, "-c", Path(layout.__file__).read_text()],
+        cwd=copy, input=json.dumps(told), text=True, check=True,
+    )  # fmt: skip
+    assert (copy / "run.sh").read_text() == "#!/bin/sh\nexit 0\n"
+    assert os.access(copy / "run.sh", os.X_OK)
+
+
+@pytest.mark.parametrize("form", ["swe-bench"])
+def test_nothing_is_written_through_a_link_of_the_image(site):
+    (site.image / "helpers").symlink_to("tests")
+    git(site.image, "add", "-A")
+    git(site.image, "commit", "-qm", "a link")
+    found = {"files": {"calc/core.py": CLEAN, "helpers/conf.py": "x = 1\n"}, "refused": []}
+    assert not site.graded(found).solved
+
+
+@pytest.mark.parametrize("form", ["swe-smith"])
+def test_what_tools_leave_does_not_crowd_out_a_repair(site):
+    commit = "git -c user.name=x -c user.email=x@x commit -qam mine"
+    script = "mkdir .aaa; for i in $(seq 80); do printf '\\0' > .aaa/$i; done"
+    found, _ = site.attempt(f"{script}; sed -i 's/a - b/a + b/' calc/core.py; {commit}")
+    assert found["files"]["calc/core.py"] == CLEAN
+    assert "calc/core.py" in found["patch"] and ".git" not in str(found)
 
 
 @pytest.mark.parametrize("form", ["swe-smith"])
 def test_an_image_in_which_the_reference_solution_fails_judges_nothing(site, tmp_path):
+    site.testbed = tmp_path / "testbed"
+
     def spoil(copy: Path) -> None:
         (copy / "calc/core.py").write_text(CLEAN.replace("def double", "BROKEN\n\n\ndef double"))
 
@@ -163,6 +294,7 @@ def test_an_image_in_which_the_reference_solution_fails_judges_nothing(site, tmp
         site.graded(found, spoil)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["swe-bench"])
 def test_code_under_test_finds_no_older_state_in_its_room(site):
     peek = "import pathlib\nassert not list(pathlib.Path('.').rglob('.git')), 'history'\n"
@@ -173,6 +305,8 @@ def test_code_under_test_finds_no_older_state_in_its_room(site):
 
 @pytest.mark.parametrize("form", ["swe-smith"])
 def test_a_patch_that_does_not_fit_the_image_is_nobodys_failure(site, form):
+    site.testbed = site.folder / "testbed"
+
     def spoil(copy: Path) -> None:
         (copy / "calc/core.py").write_text("something else\n")
 
@@ -188,10 +322,10 @@ def test_a_patch_that_does_not_fit_the_image_is_nobodys_failure(site, form):
 @pytest.mark.parametrize("form", ["swe-smith"])
 def test_an_image_whose_repository_is_elsewhere_is_told_where_to_say_so(site, tmp_path):
     episode = replace(EPISODE, options={"repository": str(tmp_path)})
-    [order] = family.rooms(site.task, {"files": {}}, episode, [])
-    run = RoomRun(order, carried_out(order, tmp_path / "room"))
+    orders = family.rooms(site.task, {"files": {}}, episode, [])
+    runs = [RoomRun(o, carried_out(o, tmp_path / f"room-{n}")) for n, o in enumerate(orders)]
     with pytest.raises(GradingError, match=r"task.grader_options.repository, where the image has"):
-        family.rooms(site.task, {"files": {}}, episode, [run])
+        family.rooms(site.task, {"files": {}}, episode, runs)
 
 
 def test_on_a_node_such_a_task_says_what_it_needs(tmp_path):
@@ -213,11 +347,35 @@ def test_what_only_the_pod_remembers_is_bounded(tmp_path, monkeypatch):
         changed.originals(str(tmp_path), before)
 
 
+def test_a_row_that_cannot_be_judged_here_can_make_predictions(tmp_path):
+    row = {**ROWS["swe-bench"], "FAIL_TO_PASS": ["test_x (module.Class)"]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    [django] = benchmarks.read(str(path))
+    assert "setup" in family.prepare(
+        replace(django, fields={**django.fields, "launcher": "kubernetes"}), tmp_path
+    )
+    with pytest.raises(GradingError, match=r"judge=false SWE-bench's own harness can judge"):
+        family.rooms(django, {"files": {}}, EPISODE, [])
+    told = replace(EPISODE, split=Split.VALIDATION, options={"judge": False})
+    assert family.rooms(django, {"files": {}}, told, []) == Reward(0.0, False, {"judged": 0.0})
+    with pytest.raises(GradingError, match=r"for evaluations"):
+        family.rooms(django, {"files": {}}, replace(told, split=Split.TRAIN), [])
+
+
+def test_options_reach_the_grader_as_they_are_written():
+    words = ["repository=/src", "pytest=[-p, pytest_asyncio]", "judge=false", "free_turns=10"]
+    options = load(None, [f"task.grader_options.{word}" for word in words]).task.grader_options
+    assert family.Options.model_validate(options).pytest == ["-p", "pytest_asyncio"]
+    with pytest.raises(GradingError, match=r"grader_options.judge is for repositories that only"):
+        family.grade(offline.train()[0], {"files": {}}, replace(EPISODE, options={"judge": True}))
+
+
 def test_options_of_the_grader_are_checked():
     wrong = replace(EPISODE, options={"repository": "testbed"})
     with pytest.raises(GradingError, match=r"repository"):
         family.rooms(task("swe-smith"), {"files": {}}, wrong, [])
     told = replace(EPISODE, options={"pytest": ["-p", "pytest_asyncio"]})
-    [order] = family.rooms(task("swe-smith"), {"files": {}}, told, [])
+    order, *_ = family.rooms(task("swe-smith"), {"files": {}}, told, [])
     assert json.loads(order.say)["options"] == ["-p", "pytest_asyncio"]
     assert json.loads(order.say)["repository"] == "/testbed"

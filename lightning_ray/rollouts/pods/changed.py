@@ -84,8 +84,11 @@ def originals(root: str, before: Snapshot) -> dict[str, bytes]:
     for path, (mode, length, *_) in before.items():
         if path.startswith(".git/") or not stat.S_ISREG(mode) or length > MOST_ORIGINAL:
             continue
-        with open(os.path.join(root, path), "rb") as file:
-            content = file.read()
+        try:
+            with open(os.path.join(root, path), "rb") as file:
+                content = file.read()
+        except OSError:
+            continue  # nor can the program change what it may not read
         if b"\0" not in content:
             kept[path] = zlib.compress(content, 1)
             size += len(kept[path])
@@ -99,13 +102,14 @@ def changes(
 ) -> bytes | None:
     """A tar of what changed below `root`: `deleted` (JSON), and files and links below `changed/`;
     None if it is larger than `most` bytes. With `kept` originals, those of what changed come below
-    `before/`, and what was there without one does not count: nobody could say how it differs."""
+    `before/`, and what was there without one does not count: nobody could say how it differs. Nor
+    does what git and Python write for themselves."""
     after = snapshot(root)
     gone = sorted(before.keys() - after.keys())
     changed = sorted(path for path, found in after.items() if before.get(path) != found)
     if kept is not None:
         gone = [path for path in gone if path in kept]
-        changed = [path for path in changed if path in kept or path not in before]
+        changed = [path for path in changed if path in kept or _is_new(path, before)]
     if len(changed) > MOST_CHANGED:
         return None
     body, size = io.BytesIO(), 0
@@ -134,6 +138,10 @@ def changes(
                 except OSError:
                     continue  # unreadable: as if it had not changed
     return body.getvalue() if body.tell() <= most else None
+
+
+def _is_new(path: str, before: Snapshot) -> bool:
+    return path not in before and not {".git", "__pycache__"} & set(path.split("/"))
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes, mode: int = 0o644) -> None:

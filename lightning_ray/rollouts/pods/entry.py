@@ -23,6 +23,7 @@ import io
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -171,8 +172,9 @@ def run_room(order: Order, request: Request, key: str) -> Facts:
     with tarfile.open(fileobj=io.BytesIO(request("workspace"))) as tar:
         tar.extractall(workspace)
     ours, theirs = socket.socketpair()
+    python = shutil.which("python3") or sys.executable  # ours may be the harness's
     argv = [
-        text.replace("{fd}", str(theirs.fileno())).replace("{python}", sys.executable)
+        text.replace("{fd}", str(theirs.fileno())).replace("{python}", python)
         for text in order["argv"]
     ]
     order["channel"] = ours

@@ -80,6 +80,7 @@ class Launcher:
             disk_mib=rollout.disk_mib,
             spare_s=settings.start_timeout_s + _GRACE_S,
             keep_s=settings.keep_s,
+            python=settings.python,
         )
         patience = Patience(settings.start_timeout_s, settings.fault_timeout_s)
         self._reconciler = Reconciler(patience, settings.max_pods, settings.creates_per_s)

@@ -76,6 +76,7 @@ class Frame:
     disk_mib: int
     spare_s: float
     keep_s: int | None
+    python: str = "python3"
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def _fill_pod(pod: Json, frame: Frame) -> None:
 
 
 def _fill_container(container: Json, name: str, room: Room, frame: Frame) -> None:
-    container["command"] = ["python3", "-I", "-c", BOOTSTRAP]
+    container["command"] = [frame.python, "-I", "-c", BOOTSTRAP]
     container.pop("args", None)
     container["terminationMessagePath"] = entry.TERMINATION_LOG
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"

@@ -124,7 +124,9 @@ def weigh(
     spared = mask | (suite.touchy if mask else frozenset())
     wanted = [test for test in suite.expected if suite.function(test) not in spared]
     missed = sorted(test for test in wanted if not report.passed(test))
-    if alive and not missed and not report.errors:
+    if alive and not missed and report.errors:
+        return Verdict.UNSOLVED, (f"{report.errors[0]} could not be collected",)
+    if alive and not missed:
         listed = ", ".join(sorted(alive)[:3])
         return Verdict.TAMPERED, (f"{len(alive)} tests that must fail did not: {listed}",)
     if missed:

@@ -56,6 +56,7 @@ class Kind(StrEnum):
     MIXED = "mixed"  # with twins in the place of some tests
     # Where nobody measured twins before (`imaged`):
     REFERENCE = "reference"  # must be solved
+    MEASURE = "measure"  # the reference, with a change to every hidden file's tests
     CONTROL = "control"  # the reference, with a mixed run's twins
 
 

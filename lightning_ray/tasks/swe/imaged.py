@@ -3,12 +3,13 @@
 SWE-bench's images have the broken state, SWE-smith's the clean one, into which `patch` puts the
 bug; both at `/testbed`, with the package installed from there, so the work is done in that place.
 `setup` is for the agent's pod, `advance` says what a verdict takes. The work itself is
-`layout.py`'s.
+`layout.py`'s; what is learnt of a task's tests on the way is `known.py`'s.
 
 Invariants: the agent's repository has one commit and nothing older, and no FAIL_TO_PASS test: of
 SWE-smith's rows the files with such tests are taken away (as SWE-smith does), SWE-bench's come with
-`test_patch` when the tests run; a verdict of SOLVED needs an image in which the bug alone is
-unsolved and the reference solution solved.
+`test_patch` when the tests run; every run is laid out by the same steps, whatever it is for; a
+verdict of SOLVED needs an image in which the bug alone is unsolved and the reference solution
+solved, and a twin of a hidden test that the change failed.
 """
 
 from __future__ import annotations
@@ -23,22 +24,26 @@ from pathlib import Path
 from lightning_ray import canary
 from lightning_ray.records import Json
 from lightning_ray.rollouts.grading import RoomOrder, RoomRun
-from lightning_ray.tasks.swe import layout, remote, twins
+from lightning_ray.tasks.swe import known, layout, patches, remote
 from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict, weigh
 from lightning_ray.tasks.swe.examination import PAIRS, Kind, RoomFault, Trial, with_twins
-from lightning_ray.tasks.swe.measure import candidates
+from lightning_ray.tasks.swe.known import Known
 from lightning_ray.tasks.swe.record import Format, RecordError, RepositoryTask, addressable
 
-LIKELY = 6  # candidates for a twin, from the front: those that look least like a change
 TIMEOUT_S = 1800.0  # of one run of a suite for which a row names none: SWE-bench's own limit
-_GIT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
+TEST_S = 60.0  # of one test: some changed constants make endless loops
 COMMIT = {  # the same in every rollout, and nothing of the operator's configuration
-    **_GIT,
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": "/dev/null",
     **{f"GIT_{who}_NAME": "maintainer" for who in ("AUTHOR", "COMMITTER")},
     **{f"GIT_{who}_EMAIL": "maintainer@example.org" for who in ("AUTHOR", "COMMITTER")},
     **{f"GIT_{who}_DATE": "2026-01-01T00:00:00Z" for who in ("AUTHOR", "COMMITTER")},
 }
 MESSAGE = "The repository as it is"
+_OF_CHANGE = (Kind.AS_IT_IS, Kind.MIXED)  # runs with the agent's files
+_OF_REFERENCE = (Kind.REFERENCE, Kind.MEASURE, Kind.CONTROL)
+
+Changes = Mapping[str, str | None]
 
 
 def bait(instance_id: str) -> str:
@@ -50,26 +55,39 @@ def setup(record: RepositoryTask) -> Json:
     """What `prepare` asks of an agent's pod.
 
     Raises:
-        PatchError: the bug's patch cannot be read.
+        RecordError, PatchError: hidden tests cannot be told, or the bug's patch cannot be read.
     """
-    check(record)
-    hidden = _files(record.fail_to_pass) if record.format is Format.SWE_SMITH else []
+    smith = record.format is Format.SWE_SMITH
+    if smith:
+        _check_ids(record.fail_to_pass)
     told = {
-        "diffs": [record.bug_patch] if record.format is Format.SWE_SMITH else [],
-        "files": dict.fromkeys(hidden),
+        "diffs": [record.bug_patch] if smith else [],
+        "files": dict.fromkeys(hidden_files(record)) if smith else {},
+        "fresh": {},
+        "alone": sorted(patches.touched(record.patch)) if smith else [],
         "history": {"env": COMMIT, "message": MESSAGE, "object": bait(record.instance_id)},
     }
     return {"program": Path(layout.__file__).read_text(), "say": json.dumps(told)}
 
 
 def check(record: RepositoryTask) -> None:
-    """Raises RecordError: a test of the row cannot be named to pytest."""
-    odd = [test for test in (*record.fail_to_pass, *record.pass_to_pass) if not addressable(test)]
-    if odd:
+    """Raises RecordError: nobody could judge the row here."""
+    ids = [*record.fail_to_pass, *record.pass_to_pass]
+    if not record.fail_to_pass or not record.patch:
+        raise RecordError("it has no FAIL_TO_PASS, or no patch, which the reference solution is of")
+    _check_ids(ids)
+
+
+def _check_ids(ids: Sequence[str]) -> None:
+    if odd := [test for test in ids if not addressable(test)]:
         raise RecordError(
             f"{len(odd)} test ids are not pytest's, such as {odd[0][:80]!r}: with "
             "task.grader_options.judge=false SWE-bench's own harness can judge the predictions"
         )
+
+
+def hidden_files(record: RepositoryTask) -> list[str]:
+    return _files(record.fail_to_pass)
 
 
 def suite(record: RepositoryTask, repository: str, options: list[str]) -> Suite:
@@ -91,139 +109,231 @@ def suite(record: RepositoryTask, repository: str, options: list[str]) -> Suite:
 def advance(
     record: RepositoryTask,
     judged_by: Suite,
-    changes: Mapping[str, str | None],
+    changes: Changes,
     runs: Sequence[RoomRun],
+    *,
+    require_twins: bool = True,
     rng: random.Random | None = None,
 ) -> Judgement | list[RoomOrder]:
     """The verdict on `changes` after `runs`, or what is to be run for one, as
-    `examination.wanted`. Here nobody measured which twins correct code fails, so each mixed run has
-    a control: the reference solution in the same image, under the same changes to the tests.
+    `examination.wanted`. Which twins correct code fails is measured here, with the reference
+    solution, by the first verdict of a task on this machine that needs it; and each mixed run has a
+    control, the reference solution under the same changes to the tests.
 
     Raises:
         RoomFault: tests did not start, or this image cannot judge: the bug alone is not unsolved,
             or the reference solution not solved.
-        PatchError: a patch of the row cannot be read.
+        RecordError, PatchError: the row cannot be judged here.
     """
-    done = [_Run(*remote.read(run), run) for run in runs]
-    if not done:
-        return [_order(record, judged_by, Trial(Kind.AS_IT_IS), changes)]
-    first = done[0].report
-    verdict, evidence = weigh(first, judged_by)
-    twins = frozenset[str]()
-    if verdict is Verdict.SOLVED:
-        if len(done) == 1:
-            kinds = [Kind.KNOWN_BAD] + [Kind.REFERENCE] * bool(record.patch)
-            return [_order(record, judged_by, Trial(kind), changes) for kind in kinds]
-        _check_room(done[1:3], judged_by)
-        if len(done) == 3 and (mixed := _mixed(done[2], judged_by, rng or random.SystemRandom())):
-            return [
-                _order(record, judged_by, Trial(kind, frozenset(edits)), changes, texts)
-                for edits, texts in mixed
-                for kind in [Kind.MIXED] + [Kind.CONTROL] * bool(edits)
-            ]
-        for ours, control in itertools.pairwise([*done[3:], None]):
-            if ours is None or ours.trial.kind is not Kind.MIXED:
-                continue
-            found = _compared(ours, control, judged_by)
-            if found is not None:
-                verdict, evidence, sharp = found
-                twins |= sharp
-            if verdict is not Verdict.SOLVED:
-                break
-    return Judgement(
-        verdict,
-        evidence,
-        fail_to_pass=sum(map(first.passed, judged_by.fail_to_pass)),
-        pass_to_pass=sum(map(first.passed, judged_by.pass_to_pass)),
-        runs=len(done),
-        seconds=sum(one.report.seconds for one in done),
-        twins=len({judged_by.function(test) for test in judged_by.fail_to_pass} & twins),
-    )
+    check(record)
+    verdict = _Examination(record, judged_by, changes, require_twins, rng or random.SystemRandom())
+    return verdict.after(runs)
 
 
 @dataclass(frozen=True)
 class _Run:
+    """A trial that was run; `files` came back from it. Its tests may not have `started`."""
+
     trial: Trial
     report: Report
-    of: RoomRun
+    files: Mapping[str, str]
+    started: bool = True
 
 
-def _order(
-    record: RepositoryTask,
-    judged_by: Suite,
-    trial: Trial,
-    changes: Mapping[str, str | None],
-    tests: Mapping[str, str] | None = None,
-) -> RoomOrder:
-    """The order for one run of the tests, those of `tests` in the place of the row's own."""
-    smith = record.format is Format.SWE_SMITH
-    diffs = [record.bug_patch if smith else record.test_patch]
-    if trial.kind in (Kind.REFERENCE, Kind.CONTROL):
-        diffs = [] if smith else [record.gold_patch, record.test_patch]
-    ours = changes if trial.kind in (Kind.AS_IT_IS, Kind.MIXED) else {}
-    files = {
-        p: None if text is None else text.encode() for p, text in {**ours, **(tests or {})}.items()
-    }
-    order = remote.order_in_image(trial, list(filter(None, diffs)), files, judged_by)
-    if trial.kind is not Kind.REFERENCE:
-        return order
-    shown = [f"{judged_by.repository}/{path}" for path in _files(judged_by.fail_to_pass)]
-    return replace(order, bring=[*order.bring, *shown])
+class _Examination:
+    def __init__(
+        self,
+        record: RepositoryTask,
+        judged_by: Suite,
+        changes: Changes,
+        require_twins: bool,
+        rng: random.Random,
+    ) -> None:
+        self._record, self._suite, self._changes = record, judged_by, changes
+        self._require_twins, self._rng = require_twins, rng
+        self._hidden = {judged_by.function(test) for test in judged_by.fail_to_pass}
+        self._memory = known.Memory(record, judged_by)
+        self._known = self._memory.load()
 
+    def after(self, runs: Sequence[RoomRun]) -> Judgement | list[RoomOrder]:
+        if not runs:
+            kinds = [Kind.AS_IT_IS]
+            if self._known is None:
+                kinds += [Kind.KNOWN_BAD, Kind.REFERENCE]
+            return [self._order(Trial(kind)) for kind in kinds]
+        done = [self._read(run) for run in runs]
+        if self._known is None:
+            self._known = self._learn(done)
+        elif not done[0].started and len(runs) == 1:
+            return [self._order(Trial(Kind.KNOWN_BAD))]  # is it the room, or the change?
+        self._suite = replace(
+            self._suite, pass_to_pass=self._suite.pass_to_pass & self._known.passing
+        )
+        answer = self._judge(done)
+        if isinstance(answer, list):
+            return answer
+        verdict, evidence, twins = answer
+        first = self._known.settled(done[0].report)
+        return Judgement(
+            verdict,
+            evidence,
+            fail_to_pass=sum(map(first.passed, self._suite.fail_to_pass)),
+            pass_to_pass=sum(map(first.passed, self._suite.pass_to_pass)),
+            runs=len(runs),
+            seconds=sum(run.report.seconds for run in done),
+            twins=len(self._hidden & twins),
+        )
 
-def _check_room(done: Sequence[_Run], suite: Suite) -> None:
-    for run in done:
-        found, why = weigh(run.report, suite)
-        wanted = Verdict.SOLVED if run.trial.kind is Kind.REFERENCE else Verdict.UNSOLVED
-        if found is not wanted:
-            said = f" ({'; '.join(why)})" if why else ""
-            raise RoomFault(
-                f"the {run.trial.kind} state is {found} here{said}: this image cannot judge it"
+    def _read(self, run: RoomRun) -> _Run:
+        """Where tests did not start, the change may be why: what pytest imports may be the
+        repository."""
+        try:
+            trial, report = remote.read(run)
+        except RoomFault:
+            trial = remote.trial_of(run)
+            if trial.kind not in _OF_CHANGE:
+                raise
+            return _Run(trial, Report(run.report.status), {}, started=False)
+        if self._known:
+            report = self._known.settled(report)
+        return _Run(trial, report, run.report.files)
+
+    def _learn(self, done: Sequence[_Run]) -> Known:
+        """What the bug alone and the reference solution tell of the image."""
+        of = {run.trial.kind: run for run in done}
+        bad, reference = of[Kind.KNOWN_BAD], of[Kind.REFERENCE]
+        prefix = f"{self._suite.repository}/"
+        texts = {path.removeprefix(prefix): text for path, text in reference.files.items()}
+        found = known.learnt(reference.report, self._suite, texts)
+        pruned = replace(self._suite, pass_to_pass=self._suite.pass_to_pass & found.passing)
+        for run, wanted in ((bad, Verdict.UNSOLVED), (reference, Verdict.SOLVED)):
+            is_now, why = weigh(found.settled(run.report), pruned)
+            if is_now is not wanted:
+                said = f" ({'; '.join(why)})" if why else ""
+                raise RoomFault(
+                    f"the {run.trial.kind} state is {is_now} here{said}: this image cannot judge it"
+                )
+        self._memory.save(found)
+        return found
+
+    def _judge(
+        self, done: Sequence[_Run]
+    ) -> list[RoomOrder] | tuple[Verdict, tuple[str, ...], frozenset[str]]:
+        assert self._known is not None
+        nothing = frozenset[str]()
+        if not done[0].started:
+            return Verdict.UNSOLVED, ("the change keeps the tests from starting",), nothing
+        verdict, evidence = weigh(self._known.settled(done[0].report), self._suite)
+        if verdict is not Verdict.SOLVED:
+            return verdict, evidence, nothing
+        if self._known.sharp is None:
+            measured = [run for run in done if run.trial.kind is Kind.MEASURE]
+            if not measured and (orders := self._measuring()):
+                return orders
+            self._known = self._known.with_sharp(
+                [(run.trial.mask, run.report) for run in measured], self._suite
             )
+            self._memory.save(self._known)
+        sharp = self._known.sharp or {}
+        if not self._hidden & sharp.keys():
+            if not self._require_twins:
+                return verdict, evidence, nothing
+            why = "no hidden test has a twin (task.grader_options.require_twins=false believes it)"
+            return Verdict.UNSOLVED, (why,), nothing
+        mixed = [
+            (run, after)
+            for run, after in itertools.pairwise([*done, None])
+            if run and run.trial.kind is Kind.MIXED
+        ]
+        if not mixed:
+            return self._mixing(sharp)
+        twins, shaky = nothing, self._shaky(done)
+        for run, control in mixed:
+            verdict, evidence, failed = self._compared(run, control, shaky)
+            twins |= failed
+            if verdict is not Verdict.SOLVED:
+                break
+        if verdict is Verdict.SOLVED and self._require_twins and not self._hidden & twins:
+            return Verdict.UNSOLVED, ("no twin of a hidden test failed in a control",), twins
+        return verdict, evidence, twins
 
+    def _measuring(self) -> list[RoomOrder]:
+        assert self._known is not None
+        rounds = [self._known.round(number) for number in range(known.ROUNDS)]
+        return [
+            self._order(Trial(Kind.MEASURE, frozenset(edits)), edits) for edits in rounds if edits
+        ]
 
-def _mixed(
-    reference: _Run, suite: Suite, rng: random.Random
-) -> list[tuple[dict[str, twins.Edit], dict[str, str]]]:
-    """For each mixed run which functions get which edit, and the files of tests with them in."""
-    prefix = f"{suite.repository}/"
-    sources = {
-        path.removeprefix(prefix): text.encode()
-        for path, text in reference.of.report.files.items()
-        if path.startswith(prefix)
-    }
-    functions = sorted({suite.function(test) for test in suite.expected})
-    offered = {name: found for name in functions if (found := candidates(sources, name))}
-    runs = []
-    for _ in range(PAIRS if offered else 0):
-        half = {name for name in offered if rng.random() < 0.5}
-        for names in (half, offered.keys() - half):
-            edits = {name: rng.choice(offered[name][:LIKELY]) for name in sorted(names)}
-            chosen = replace(suite, twins={name: [edit] for name, edit in edits.items()})
-            after = with_twins(sources, chosen, frozenset(edits), rng)
-            texts = {path: text.decode() for path, text in after.items() if text != sources[path]}
-            runs.append((edits, texts))
-    return runs
+    def _mixing(self, sharp: Mapping[str, Sequence[known.Edit]]) -> list[RoomOrder]:
+        orders = []
+        for _ in range(PAIRS):
+            half = {name for name in sorted(sharp) if self._rng.random() < 0.5}
+            for names in (half, sharp.keys() - half):
+                edits = {name: self._rng.choice(sharp[name]) for name in sorted(names)}
+                kinds = [Kind.MIXED] + [Kind.CONTROL] * bool(edits)
+                orders += [self._order(Trial(kind, frozenset(edits)), edits) for kind in kinds]
+        return orders
 
+    def _shaky(self, done: Sequence[_Run]) -> frozenset[str]:
+        """Functions that the reference solution once failed as they are."""
+        return frozenset(
+            self._suite.function(test)
+            for run in done
+            if run.trial.kind in _OF_REFERENCE and run.report.outcomes
+            for test in self._suite.expected
+            if not run.report.passed(test)
+            if self._suite.function(test) not in run.trial.mask
+        )
 
-def _compared(
-    ours: _Run, run: _Run | None, suite: Suite
-) -> tuple[Verdict, tuple[str, ...], frozenset[str]] | None:
-    """The verdict of a mixed run, and which of its twins correct code failed in the control, the
-    `run` after it (a run without twins has none); None where the control says nothing."""
-    mask = ours.trial.mask
-    if not mask:
-        return *weigh(ours.report, suite), mask
-    assert run is not None
-    control = run.report
-    if control.evidence or not control.outcomes:
-        return None
-    failed = {suite.function(test) for test, found in control.outcomes.items() if found == "failed"}
-    disturbed = {suite.function(test) for test in suite.expected if not control.passed(test)}
-    if not (sharp := mask & failed):
-        return None
-    judged = replace(suite, touchy=frozenset(disturbed | mask) - sharp)
-    return *weigh(ours.report, judged, sharp), sharp
+    def _compared(
+        self, run: _Run, after: _Run | None, shaky: frozenset[str]
+    ) -> tuple[Verdict, tuple[str, ...], frozenset[str]]:
+        """The verdict of a mixed run, and which of its twins the reference solution failed in the
+        control, which is the run after it."""
+        mask, control = run.trial.mask, after.report if after else Report(None)
+        failed = frozenset(
+            self._suite.function(test)
+            for test, outcome in control.outcomes.items()
+            if outcome == "failed"
+        )
+        sharp = mask & failed if mask and not control.evidence else frozenset[str]()
+        spared = mask | shaky
+        judged = replace(
+            self._suite,
+            fail_to_pass=self._without(self._suite.fail_to_pass, spared),
+            pass_to_pass=self._without(self._suite.pass_to_pass, spared),
+        )
+        return *weigh(run.report, judged, sharp), sharp
+
+    def _without(self, tests: frozenset[str], functions: frozenset[str]) -> frozenset[str]:
+        return frozenset(test for test in tests if self._suite.function(test) not in functions)
+
+    def _order(self, trial: Trial, edits: Mapping[str, known.Edit] | None = None) -> RoomOrder:
+        """The order for one run of the tests. Every one lays out the same files by the same
+        steps; those with hidden tests are written anew whatever they hold."""
+        record, smith = self._record, self._record.format is Format.SWE_SMITH
+        diffs = [record.bug_patch if smith else record.test_patch]
+        if trial.kind in _OF_REFERENCE:
+            diffs = [] if smith else [record.gold_patch, record.test_patch]
+        ours = self._changes if trial.kind in _OF_CHANGE else {}
+        tests: dict[str, bytes | None] = dict.fromkeys(hidden_files(record))
+        if edits:
+            assert self._known is not None
+            chosen = replace(self._suite, twins={name: [edit] for name, edit in edits.items()})
+            texts = {path: text.encode() for path, text in self._known.texts.items()}
+            tests |= with_twins(texts, chosen, frozenset(edits), self._rng)
+        order = remote.order_in_image(
+            trial,
+            list(filter(None, diffs)),
+            {path: None if text is None else text.encode() for path, text in ours.items()},
+            tests,
+            self._suite,
+            test_seconds=TEST_S if edits else 0.0,
+        )
+        if trial.kind is not Kind.REFERENCE:
+            return order
+        shown = [f"{self._suite.repository}/{path}" for path in hidden_files(record)]
+        return replace(order, bring=[*order.bring, *shown])
 
 
 def _files(test_ids: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 _HUNK = re.compile(r"@@ -(\d+(?:,\d+)?) \+(\d+(?:,\d+)?) @@(.*)", re.DOTALL)
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines also ends lines at a form feed
+_HEADERS = re.compile(r'^(?:---|\+\+\+) "?[ab]/([^"\n\t]+)|^diff --git "?a/(.+?)"? "?b/', re.M)
 _PAIRS = {  # header lines that change places or names when a diff is turned round
     "rename from ": "rename to ",
     "copy from ": "copy to ",
@@ -68,6 +69,12 @@ def reverse(diff: str) -> str:
 def paths(diff: str) -> frozenset[str]:
     """Every path that a diff reads or writes."""
     return frozenset(p for part in files(diff) for p in (part.before, part.after) if p)
+
+
+def touched(diff: str) -> frozenset[str]:
+    """Every path that stands in the headers of a diff, also of one that `files` cannot read."""
+    found = _HEADERS.findall(diff)
+    return frozenset(path for pair in found for path in pair if path)
 
 
 def _sections(diff: str) -> Iterator[tuple[int, list[str]]]:

@@ -213,7 +213,8 @@ def addressable(test: str) -> bool:
     path, _, name = test.partition("::")
     parts = path.split("/")
     plain = path.endswith(".py") and not any(part in ("", ".", "..") for part in parts)
-    return plain and bool(name) and test.isprintable() and ("[" in name) == name.endswith("]")
+    whole = bool(name) and test.isprintable() and ("[" in name) == name.endswith("]")
+    return plain and whole and not path.startswith("-")  # which would be an option
 
 
 _COLUMNS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}

@@ -42,19 +42,30 @@ def order(trial: Trial, tree: Mapping[str, bytes], suite: Suite) -> RoomOrder:
 
 
 def order_in_image(
-    trial: Trial, diffs: Sequence[str], changes: Mapping[str, bytes | None], suite: Suite
+    trial: Trial,
+    diffs: Sequence[str],
+    changes: Mapping[str, bytes | None],
+    tests: Mapping[str, bytes | None],
+    suite: Suite,
+    test_seconds: float,
 ) -> RoomOrder:
     """The order for a trial on the repository that the image has in `suite.repository`, with
-    `diffs` applied and then `changes` (None removes a file)."""
-    run = examination.given({}, suite)
+    `diffs` applied, then `changes` (None removes a file), then `tests` (None: as they are)."""
+    run = examination.given({}, suite, test_seconds=test_seconds)
     canary = {run.canary: run.files.pop(f"{TREE}/{run.canary}")}
+
+    def coded(files: Mapping[str, bytes | None]) -> dict[str, str | None]:
+        return {
+            path: None if content is None else base64.b64encode(content).decode()
+            for path, content in files.items()
+        }
+
     told = {
         "repository": suite.repository,
         "diffs": list(diffs),
-        "files": {
-            path: None if content is None else base64.b64encode(content).decode()
-            for path, content in {**changes, **canary}.items()
-        },
+        "files": coded({**changes, **canary}),
+        "fresh": coded(tests),
+        "alone": [],
         "history": None,
         "then": WITNESS,
     }
@@ -84,14 +95,18 @@ def _order(
     )
 
 
+def trial_of(run: RoomRun) -> Trial:
+    """Which trial was run."""
+    return Trial(Kind(run.order.note["kind"]), frozenset(run.order.note["mask"]))
+
+
 def read(run: RoomRun) -> tuple[Trial, Report]:
     """Which trial was run, and what came of it.
 
     Raises:
         RoomFault: the tests did not start.
     """
-    note, report = run.order.note, run.report
-    trial = Trial(Kind(note["kind"]), frozenset(note["mask"]))
+    note, report, trial = run.order.note, run.report, trial_of(run)
     if report.overran:
         return trial, Report(_KILLED, seconds=report.seconds)
     ready, told = examination.lines(report.said.encode())

@@ -63,11 +63,13 @@ class Shaping(BaseModel):
 class Options(Shaping):
     """`task.grader_options`, whole. `repository` is where images have it, if nothing else has;
     `pytest` are options there, such as `-p pytest_asyncio`, since no plug-in loads by itself;
-    without `judge` an evaluation only makes predictions, which others judge."""
+    without `judge` an evaluation only makes predictions, which others judge; without
+    `require_twins` a suite is believed there that guards no hidden test by a twin."""
 
     repository: str = Field("/testbed", pattern="^/")
     pytest: list[str] = []
     judge: bool = True
+    require_twins: bool = True
 
 
 def prepare(task: Task, folder: Path) -> Json:
@@ -138,8 +140,7 @@ def protected(record: RepositoryTask) -> frozenset[str]:
     ids = [*record.fail_to_pass, *record.pass_to_pass]
     if record.package in offline.suites():
         ids += offline.suites()[record.package]["stable"]
-    added = patches.paths(record.test_patch) if record.test_patch else frozenset()
-    return added | {test.partition("::")[0] for test in ids}
+    return patches.touched(record.test_patch) | {test.partition("::")[0] for test in ids}
 
 
 def grade(task: Task, result: Mapping[str, Any] | None, episode: Episode) -> Reward:
@@ -200,7 +201,7 @@ def _rooms_of_image(
     also = protected(record)
     allowed = {p: text for p, text in _changes(result).items() if workspace.acceptable(p, also)}
     suite = imaged.suite(record, options.repository, options.pytest)
-    answer = imaged.advance(record, suite, allowed, runs)
+    answer = imaged.advance(record, suite, allowed, runs, require_twins=options.require_twins)
     if isinstance(answer, Judgement):
         return _reward(record, result, answer, episode, options)
     return answer
@@ -234,6 +235,12 @@ def _asked(task: Task, episode: Episode) -> tuple[RepositoryTask, Options]:
         options = Options.model_validate(episode.options)
     except ValueError as error:  # pydantic's and ours
         raise GradingError(f"task {task.task_id}: {error}") from error
+    unused = options.model_fields_set - Shaping.model_fields.keys()
+    if record.package and unused:
+        raise GradingError(
+            f"task {task.task_id}: task.grader_options.{min(unused)} is for repositories that only "
+            "their image has"
+        )
     if seen := canary.first_seen(episode.texts):
         raise GradingError(
             f"task {task.task_id}: the reply of call {seen[0]} of attempt {episode.attempt_id} "

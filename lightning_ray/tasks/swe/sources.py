@@ -177,7 +177,7 @@ def copies(package: Package, roots: list[Path]) -> list[Path]:
 def hidden(package: Package) -> list[Path]:
     """What must not be seen, should a sandbox show it: our data and sources (the cache or
     lightning_ray itself may lie below a system folder), and the folders of `shared` with a copy."""
-    ours = [DATA, *(cache() / name for name in ("sdists", "making", "agreement"))]
+    ours = [DATA, *(cache() / name for name in ("sdists", "making", "agreement", "imaged"))]
     return [*ours, *(root for root in shared() if copies(package, [root]))]
 
 

@@ -31,7 +31,7 @@ MAX_ENTRIES = 10_000  # directory entries looked at, for the same reason
 MAX_PATH = 1024  # characters; the same path must fit below the grader's own folder
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines also ends lines at a form feed
-IGNORED_FOLDERS = frozenset({"__pycache__", ".git"})
+IGNORED_FOLDERS = frozenset({"__pycache__", ".git", ".hypothesis", ".pytest_cache"})
 PROTECTED_FOLDERS = frozenset({"tests", "test"})
 PROTECTED_NAMES = (
     "test_*.py",
@@ -124,7 +124,9 @@ def changes(
     files: dict[str, str | None] = {}
     refused: dict[str, str] = {}
     seen: set[str] = set()
-    for entries, (path, entry) in enumerate(_walk(workspace)):
+    found = list(itertools.islice(_walk(workspace), MAX_ENTRIES + 1))
+    # What was there comes first: a repair must not be crowded out by what tools leave.
+    for entries, (path, entry) in enumerate(sorted(found, key=lambda each: each[0] not in before)):
         if entries >= MAX_ENTRIES or len(refused) >= MAX_REFUSED:
             refused["."] = f"not read after {entries} entries, {len(refused)} of them refused"
             seen.update(before)  # a file that was not reached is not a deleted one
