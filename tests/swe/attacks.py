@@ -206,6 +206,24 @@ PROCESS = [
         TAMPERED,
     ),
     source(
+        "forges passes but for canaries, and claims that a file could not be collected",
+        """
+        import gc, re
+        from _pytest import runner
+        honest = runner.TestReport.from_item_and_call.__func__
+        def forged(cls, item, call):
+            report = honest(cls, item, call)
+            if not re.search(r"test_[0-9a-f]{8}[.]py", item.nodeid):
+                report.outcome, report.longrepr = "passed", None
+            return report
+        runner.TestReport.from_item_and_call = classmethod(forged)
+        for thing in gc.get_objects():
+            if type(thing).__name__ == "Recorder":
+                thing.errors.append("tests/test_other.py")
+        """,
+        UNSOLVED,
+    ),
+    source(
         "takes the nonce from the witness's frame and forges everything",
         """
         import gc, os, re, sys
