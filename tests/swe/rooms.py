@@ -20,8 +20,8 @@ def request(name, body=None):
         return (root / name).read_bytes()
     (root / name).write_bytes(body)
 space = {"__name__": "entry"}
-for source in order.pop("entry"):
-    exec(compile(source, "entry.py", "exec"), space)
+for name, source in order.pop("entry"):
+    exec(compile(source, name, "exec"), space)
 space["main"](order, request, "key")
 """
 

@@ -278,6 +278,10 @@ def wants_this_machine(task: Task, workspace: Path) -> dict[str, list[str]]:
     return {"path": ["/opt"]} if task.fields["launcher"] == "kubernetes" else {}
 
 
+def sets_up_in_part(task: Task, workspace: Path) -> dict[str, dict[str, str]]:
+    return {"setup": {"program": "pass"}}
+
+
 def test_a_workspace_for_a_pod_needs_nothing_of_this_machine(tmp_path):
     stage = staging.pack(TASK, "lightning_ray.tasks.swe.repository:prepare")
     assert stage.setup is None
@@ -285,6 +289,8 @@ def test_a_workspace_for_a_pod_needs_nothing_of_this_machine(tmp_path):
         assert {MODULE, ".git/HEAD"} <= {*tar.getnames()}
     with pytest.raises(FamilyError, match="wants folders of this machine"):
         staging.pack(TASK, "test_rooms:wants_this_machine")
+    with pytest.raises(FamilyError, match=r"must hold `program` and `say`: .*'say'"):
+        staging.pack(TASK, "test_rooms:sets_up_in_part")
 
 
 # -- the two kinds of graders, each asked in its own process ---------------------------------------

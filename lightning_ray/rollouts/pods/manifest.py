@@ -57,8 +57,8 @@ def request(name, body=None):
             time.sleep(min(1 + turn, 10))
 order = json.loads(request("order"))
 space = {"__name__": "entry"}
-for source in order.pop("entry"):
-    exec(compile(source, "entry.py", "exec"), space)
+for name, source in order.pop("entry"):
+    exec(compile(source, name, "exec"), space)
 space["main"](order, request, key)
 """
 
@@ -66,8 +66,8 @@ space["main"](order, request, key)
 @dataclass(frozen=True)
 class Frame:
     """What all Jobs of a run have in common. Memory and disk in MiB; `spare_s` is what a Job has
-    besides its program's time, `keep_s` how long an ended
-    Job stays (None: it is deleted at once)."""
+    besides its program's time, `keep_s` how long an ended one stays (None: it is deleted at once),
+    `python` the interpreter of our own program."""
 
     run_id: str
     owner: Json | None

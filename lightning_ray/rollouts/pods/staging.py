@@ -47,12 +47,21 @@ class PodLimits:
 
 
 @dataclass(frozen=True)
+class Setup:
+    """A Python program that sets up the repository that an image has, and what it reads on
+    stdin."""
+
+    program: str
+    say: str
+
+
+@dataclass(frozen=True)
 class Stage:
-    """What a harness finds: a tar of its workspace and, where the image has the repository, a
-    `program` that sets it up and what it reads on stdin (`say`)."""
+    """What a harness finds: a tar of its workspace and, where the image has the repository, how it
+    is set up."""
 
     workspace: bytes
-    setup: Json | None = None
+    setup: Setup | None = None
 
 
 def pack(task: Task, prepare: str) -> Stage:
@@ -64,9 +73,15 @@ def pack(task: Task, prepare: str) -> Stage:
     """
     task = replace(task, fields={**task.fields, "launcher": "kubernetes"})
     with tempfile.TemporaryDirectory(prefix="lr-stage-") as folder:
-        wanted = dict(call_family("task.prepare", prepare, task, Path(folder)) or {})
-        setup = wanted.pop("setup", None)
-        if any(wanted.values()):
+        wanted = call_family("task.prepare", prepare, task, Path(folder)) or {}
+        try:
+            setup = Setup(**wanted["setup"]) if "setup" in wanted else None
+        except TypeError as error:
+            raise FamilyError(
+                f"task.prepare={prepare}: `setup` of task {task.task_id} must hold `program` and "
+                f"`say`: {error}"
+            ) from error
+        if any(value for name, value in wanted.items() if name != "setup"):
             raise FamilyError(
                 f"task.prepare={prepare} wants folders of this machine for task {task.task_id}; "
                 "for a pod, put them into the image"
@@ -205,7 +220,7 @@ def harness_order(
         site_packages=manifest.VENV_LINK,
         key_stands_for=_KEY_STANDS_FOR,
         has_workspace=stage is not None,
-        setup=stage.setup if stage else None,
+        setup=asdict(stage.setup) if stage and stage.setup else None,
         **asdict(limits),
     )
 
@@ -294,8 +309,9 @@ def room_report(result: bytes) -> RoomReport:
 
 
 def _order(kind: str, **what: object) -> bytes:
-    source = [Path(str(part.__file__)).read_text() for part in (changed, entry)]
-    return json.dumps({"kind": kind, "entry": source, **what}).encode()
+    files = [Path(str(part.__file__)) for part in (changed, entry)]
+    parts = [(file.name, file.read_text()) for file in files]
+    return json.dumps({"kind": kind, "entry": parts, **what}).encode()
 
 
 def _tar(root: Path) -> bytes:
