@@ -441,3 +441,14 @@ def test_no_key_is_in_a_file_that_others_read_nor_on_a_command_line_nor_in_a_log
     }
     for path in [*found, gateway.folder / "store" / "grader.key"]:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_a_free_port_is_none_that_linux_or_ray_may_give_to_somebody_while_a_run_starts(monkeypatch):
+    taken = deploy.free_port()
+    assert 19_999 < taken < 30_000
+    with socket.socket() as somebody:
+        somebody.bind(("127.0.0.1", taken))
+        somebody.listen()
+        monkeypatch.setattr(deploy, "QUIET_PORTS", range(taken, taken + 1))
+        with pytest.raises(GatewayStartError, match=f"no free port from {taken} to {taken}"):
+            deploy.free_port()

@@ -190,8 +190,7 @@ def test_tests_are_cut_out_and_the_rest_of_the_file_stays():
 
 def honest() -> list[object]:
     """A fixed sample: one task of each package. All of them have the same repaired tree and the
-    same
-    suite, so that one stands for the others; LIGHTNING_RAY_SWE_ALL takes every task."""
+    same suite, so that one stands for the others; LIGHTNING_RAY_SWE_ALL takes every task."""
     if os.environ.get("LIGHTNING_RAY_SWE_ALL"):
         return [pytest.param(record, id=record.instance_id) for record in EVERY]
     chosen = [next(r for r in EVERY if r.package == p) for p in sorted({r.package for r in EVERY})]
