@@ -321,11 +321,9 @@ def test_a_patch_that_does_not_fit_the_image_is_nobodys_failure(site, form):
 
 @pytest.mark.parametrize("form", ["swe-smith"])
 def test_an_image_whose_repository_is_elsewhere_is_told_where_to_say_so(site, tmp_path):
-    episode = replace(EPISODE, options={"repository": str(tmp_path)})
-    orders = family.rooms(site.task, {"files": {}}, episode, [])
-    runs = [RoomRun(o, carried_out(o, tmp_path / f"room-{n}")) for n, o in enumerate(orders)]
+    site.testbed = tmp_path / "testbed"
     with pytest.raises(GradingError, match=r"task.grader_options.repository, where the image has"):
-        family.rooms(site.task, {"files": {}}, episode, runs)
+        site.graded({"files": {}}, lambda copy: shutil.rmtree(copy / ".git"))
 
 
 def test_on_a_node_such_a_task_says_what_it_needs(tmp_path):

@@ -157,15 +157,14 @@ class _Examination:
 
     def after(self, runs: Sequence[RoomRun]) -> Judgement | list[RoomOrder]:
         if not runs:
-            kinds = [Kind.AS_IT_IS]
-            if self._known is None:
-                kinds += [Kind.KNOWN_BAD, Kind.REFERENCE]
-            return [self._order(Trial(kind)) for kind in kinds]
+            return [self._order(Trial(Kind.AS_IT_IS))]
         done = [self._read(run) for run in runs]
-        if self._known is None:
-            self._known = self._learn(done)
-        elif not done[0].started and len(runs) == 1:
+        if len(runs) == 1 and self._known is None and not self._merely_unsolved(done[0]):
+            return [self._order(Trial(kind)) for kind in (Kind.KNOWN_BAD, Kind.REFERENCE)]
+        if len(runs) == 1 and not done[0].started:
             return [self._order(Trial(Kind.KNOWN_BAD))]  # is it the room, or the change?
+        if self._known is None:
+            self._known = self._learn(done) if len(runs) > 1 else known.nothing(self._suite)
         self._suite = replace(
             self._suite, pass_to_pass=self._suite.pass_to_pass & self._known.passing
         )
@@ -182,6 +181,15 @@ class _Examination:
             runs=len(runs),
             seconds=sum(run.report.seconds for run in done),
             twins=len(self._hidden & twins),
+        )
+
+    def _merely_unsolved(self, first: _Run) -> bool:
+        """Whatever else the image is, the change is no repair: all passes but hidden tests."""
+        found = known.nothing(self._suite).settled(first.report)
+        return (
+            not found.evidence
+            and all(map(found.passed, self._suite.pass_to_pass))
+            and any(found.outcomes.get(test) == "failed" for test in self._suite.fail_to_pass)
         )
 
     def _read(self, run: RoomRun) -> _Run:

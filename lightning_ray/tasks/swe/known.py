@@ -76,6 +76,11 @@ class Known:
         return replace(self, sharp=sharp)
 
 
+def nothing(suite: Suite) -> Known:
+    """What is known of a task before anything was run."""
+    return Known(suite.pass_to_pass, suite.pass_to_pass, {})
+
+
 def learnt(reference: Report, suite: Suite, files: Mapping[str, str]) -> Known:
     """What a run of the reference solution tells; `files` came back from it."""
     xfailed = frozenset(
