@@ -31,7 +31,8 @@ from lightning_ray.tasks.swe.known import Known
 from lightning_ray.tasks.swe.record import Format, RecordError, RepositoryTask, addressable
 
 TIMEOUT_S = 1800.0  # of one run of a suite for which a row names none: SWE-bench's own limit
-TEST_S = 60.0  # of one test: some changed constants make endless loops
+# Of one test: some changed constants make endless loops. In every run, whatever it is for.
+TEST_S = 120.0
 COMMIT = {  # the same in every rollout, and nothing of the operator's configuration
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": "/dev/null",
@@ -336,7 +337,7 @@ class _Examination:
             {path: None if text is None else text.encode() for path, text in ours.items()},
             tests,
             self._suite,
-            test_seconds=TEST_S if edits else 0.0,
+            test_seconds=TEST_S,
         )
         if trial.kind is not Kind.REFERENCE:
             return order
