@@ -345,8 +345,9 @@ def test_no_more_jobs_at_a_time_than_the_cap(site) -> None:
         assert time.monotonic() < deadline, len(ended)
         found = ray.get(here.controller.next_finished.remote(0.2))
         ended |= {one.spec.rollout_id: one for one in found}
-        alive = [pod for pod in here.pods() if pod.status.phase in ("Pending", "Running")]
-        most = max(most, len(alive))
+        # Not pods: one that has ended is there until the garbage collector comes to it, which on
+        # a busy machine is after its Job has gone and another one has been made.
+        most = max(most, len(here.jobs()))
     assert 10 <= most <= 20
     assert {one.outcome for one in ended.values()} == {Outcome.LAUNCH_FAULT}
     others = [one.detail for one in ended.values() if "0 model calls" not in one.detail]
