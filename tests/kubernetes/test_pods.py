@@ -346,9 +346,7 @@ def test_no_more_jobs_at_a_time_than_the_cap(site) -> None:
         found = ray.get(here.controller.next_finished.remote(0.2))
         ended |= {one.spec.rollout_id: one for one in found}
         alive = [pod for pod in here.pods() if pod.status.phase in ("Pending", "Running")]
-        # On a busy machine the garbage collector comes to a pod after its Job has gone.
-        jobs = {j.metadata.name for j in here.jobs() if not j.metadata.deletion_timestamp}
-        most = max(most, sum(pod.metadata.labels["job-name"] in jobs for pod in alive))
+        most = max(most, len(alive))
     assert 10 <= most <= 20
     assert {one.outcome for one in ended.values()} == {Outcome.LAUNCH_FAULT}
     others = [one.detail for one in ended.values() if "0 model calls" not in one.detail]
