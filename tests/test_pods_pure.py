@@ -170,6 +170,7 @@ class World:
         self.wished: set[str] = set()
         self.finished: dict[str, int] = {}
         self.made: dict[str, int] = {}
+        self.dying: dict[str, int] = {}  # pods that take their time to end: steps left
         self.uids = 0
 
     def uid(self) -> str:
@@ -203,12 +204,16 @@ class World:
                 case Finish():
                     self.finished[name] = self.finished.get(name, 0) + 1
         alive = [p for p in self.pods.values() if p["status"]["phase"] == "Running"]
-        assert len(alive) <= self.most + len(self.jobs.keys() - self.wished)
+        assert len(alive) <= self.most
+        for uid in [u for u, left in self.dying.items() if left == 0]:
+            del self.dying[uid]
+            self.pods.pop(uid, None)
+        self.dying = {uid: left - 1 for uid, left in self.dying.items()}
 
     def remove(self, name: str) -> None:
         self.jobs.pop(name, None)
         for uid in [u for u, p in self.pods.items() if p["metadata"]["labels"]["job-name"] == name]:
-            del self.pods[uid]
+            self.dying.setdefault(uid, 3)
 
     def complete(self, name: str) -> None:
         for uid, one in self.pods.items():
@@ -586,3 +591,47 @@ def test_a_grader_without_pieces_has_no_room() -> None:
     assert grading.has_room("lightning_ray.tasks.swe.repository:grade")
     assert not grading.has_room("lightning_ray.records:Reward")
     assert not grading.has_room(None)
+
+
+def test_a_pod_that_takes_its_time_to_end_keeps_its_place() -> None:
+    world = World(most=1)
+    world.relist()
+    for name in ("j0", "j1"):
+        world.wished.add(name)
+        world.reconciler.want(name, world.now)
+    world.step()
+    world.relist()
+    world.reconciler.release("j0")
+    steps = 0
+    while "j1" not in world.made:
+        world.step()  # which looks that no two run
+        world.relist()
+        steps += 1
+    assert steps == 5  # three to end, one for the observer, one to create
+
+
+def test_a_job_that_is_cancelled_while_it_is_made_keeps_its_place() -> None:
+    reconciler = Reconciler(PATIENCE, 1, 100)
+    reconciler.listed("jobs", [], 1.0)
+    reconciler.listed("pods", [], 1.0)
+    reconciler.want("j", 2.0)
+    reconciler.want("k", 2.0)
+    assert reconciler.actions(2.0) == [Create("j")]
+    reconciler.release("j")
+    assert reconciler.actions(3.0) == []
+    reconciler.created("j", job(), 4.0)
+    assert reconciler.actions(4.0) == [Delete("j", "u1")]
+    assert reconciler.actions(5.0, everything=True) == []  # its pod may have begun
+    reconciler.event("jobs", "DELETED", job())
+    assert reconciler.actions(6.0) == [Create("k")]
+
+
+def test_a_pod_on_a_lost_node_does_not_keep_its_place_for_ever() -> None:
+    reconciler = Reconciler(PATIENCE, 1, 100)
+    reconciler.listed("jobs", [job()], 1.0)
+    reconciler.listed("pods", [pod(phase="Running")], 1.0)
+    reconciler.want("k", 2.0)
+    assert reconciler.actions(2.0) == [Delete("j", "u1")]
+    reconciler.event("jobs", "DELETED", job())
+    waited = next(s for s in range(3, 200) if reconciler.actions(float(s), everything=True))
+    assert waited == 2 + 60

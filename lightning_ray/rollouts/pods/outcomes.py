@@ -101,6 +101,11 @@ def standing(job: Json | None, pods: Sequence[Json], patience: Patience) -> Stan
     return _standing_of_pod(pod, patience)
 
 
+def finished(job: Json) -> bool:
+    """True if no pod of the Job will begin."""
+    return bool(_condition(job, "Complete") or _condition(job, "Failed"))
+
+
 def _standing_of_pod(pod: Json, patience: Patience) -> Standing:
     status = pod.get("status", {})
     if pod["metadata"].get("deletionTimestamp"):

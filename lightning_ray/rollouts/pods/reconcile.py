@@ -5,12 +5,14 @@
 `created` or `refused`. Time is passed in, in seconds.
 
 Invariants, from any state and any order of events: a wished Job that is not there is created, at
-most `most` at a time and `per_second` a second; a Job of this run that nobody wishes is deleted; a
-Job that was there and is gone is an end, never created again; each wished Job ends once.
+most `most` at a time and `per_second` a second; what is no longer wished counts until nothing of it
+runs; a Job of this run that nobody wishes is deleted; a Job that was there and is gone is an end,
+never created again; each wished Job ends once.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from enum import StrEnum
 from typing import Literal
 
 from lightning_ray.records import Json, Outcome
-from lightning_ray.rollouts.pods.outcomes import End, Patience, standing
+from lightning_ray.rollouts.pods.outcomes import End, Patience, finished, standing
 
 Kind = Literal["jobs", "pods"]
 
@@ -26,6 +28,7 @@ JOB_LABEL = "job-name"  # of every pod that belongs to a Job; old and new server
 _AGAIN_S = 1.0  # a refused creation is tried again after so long, then twice as long, ...
 _MOST_AGAIN_S = 30.0  # ... and so long at most
 _MOMENT_S = 5.0  # what takes no longer is not worth a line
+_LINGER_S = 60.0  # a pod that is not gone by then is on a lost node: others need not wait for it
 
 
 class Phase(StrEnum):
@@ -92,7 +95,9 @@ class Reconciler:
         self._kept: set[str] = set()
         self._synced: set[Kind] = set()
         self._changed: set[str] = set()
-        self._open = 0  # Jobs that are being created or there
+        self._open = 0  # wished Jobs that are being created or there
+        self._creating: set[str] = set()  # asked for, and not seen yet: also when wished no more
+        self._going: dict[str, float] = {}  # no longer wished, and may run: since when
         self._tokens, self._refilled = per_second, 0.0
 
     # -- what is wished -------------------------------------------------------------------------
@@ -101,6 +106,7 @@ class Reconciler:
         """Wishes a Job; one that is `there` already is taken over, not created; one that is
         `urgent` is created before those that wait."""
         self._wishes[name] = _Wish(Phase.THERE if there else Phase.WISHED, now, holds=there)
+        self._going.pop(name, None)
         if there:
             self._open += 1
             self._changed.add(name)
@@ -113,7 +119,7 @@ class Reconciler:
         """Nobody wishes this Job any more."""
         wish = self._wishes.pop(name, None)
         if wish:
-            self._leave(wish)
+            self._leave(name, wish)
         self._waiting.pop(name, None)
         self._changed.add(name)
 
@@ -156,17 +162,16 @@ class Reconciler:
                 gone = {"deletionTimestamp": "gone"} if type == "DELETED" else {}
                 seen.pods[uid] = {**thing, "metadata": {**metadata, **gone}}
         elif type != "DELETED":
+            self._creating.discard(name)
             seen.job, seen.deleting = thing, "deletionTimestamp" in metadata
         elif seen.job and seen.job["metadata"]["uid"] == uid:
             self._kept.discard(name)
-            if name in self._wishes:
-                del self._seen[name]
-            else:  # its pods may outlive it, and `runs` is asked for them
-                seen.job = None
+            seen.job = None  # its pods may outlive it, and `runs` is asked for them
         self._changed.add(name)
 
     def created(self, name: str, job: Json, now: float) -> None:
         """The Job is there, as the server answered."""
+        self._creating.discard(name)
         wish = self._wishes.get(name)
         if wish and wish.phase is Phase.CREATING:
             wish.phase, wish.since = Phase.THERE, now
@@ -176,13 +181,15 @@ class Reconciler:
 
     def refused(self, name: str, problem: str, now: float, *, for_good: bool) -> None:
         """The Job could not be created, or nobody knows whether it was."""
+        if for_good:
+            self._creating.discard(name)
         wish = self._wishes.get(name)
         if wish is None or wish.phase is not Phase.CREATING:
             return
         wish.since = wish.since if wish.waits else now
         wish.waits = problem
         if for_good:
-            self._leave(wish)
+            self._leave(name, wish)
             wish.phase = Phase.ENDED
             self._changed.add(name)
         else:
@@ -208,6 +215,7 @@ class Reconciler:
         if wish is None:
             if seen and seen.job and not seen.deleting and name not in self._kept:
                 seen.deleting = True
+                self._going.setdefault(name, now)
                 return [Delete(name, seen.job["metadata"]["uid"])]
             if seen and not seen.job and not self.runs(name):
                 del self._seen[name]  # pods without a Job go by themselves
@@ -233,7 +241,7 @@ class Reconciler:
                 end = End(Outcome.NODE_LOST, "its pod was deleted")
         if end is None:
             return []
-        self._leave(wish)
+        self._leave(name, wish)
         wish.phase, wish.waits = Phase.ENDED, ""
         return [Finish(name, end)]
 
@@ -243,24 +251,45 @@ class Reconciler:
         most = max(1.0, self._per_second)
         self._tokens = min(most, self._tokens + passed * self._per_second)
         self._refilled = now
+        if self._tokens < 1 or self._synced != {"jobs", "pods"}:
+            return []
+        for name, left in list(self._going.items()):
+            self._going[name] = since = min(left, now)
+            if now >= since + _LINGER_S or not self._occupies(name):
+                del self._going[name]
+                self._creating.discard(name)
         found: list[Action] = []
         for name in list(self._waiting):
             wish = self._wishes[name]
-            if self._tokens < 1 or self._synced != {"jobs", "pods"}:
+            if self._tokens < 1:
                 break
-            if wish.not_before > now or (self._open >= self._most and not wish.holds):
+            full = self._open + len(self._going) >= self._most
+            if wish.not_before > now or (full and not wish.holds):
                 continue
             del self._waiting[name]
             wish.phase, wish.since = Phase.CREATING, now
             self._open += not wish.holds
             wish.holds = True
             self._tokens -= 1
+            self._creating.add(name)
             found.append(Create(name))
         return found
 
-    def _leave(self, wish: _Wish) -> None:
-        self._open -= wish.holds
-        wish.holds = False
+    def _leave(self, name: str, wish: _Wish) -> None:
+        if wish.holds:
+            self._open -= 1
+            wish.holds = False
+            self._going[name] = math.inf  # from the next look on
+
+    def _occupies(self, name: str) -> bool:
+        """True if something of the Job runs, or may begin to."""
+        seen = self._seen.get(name)
+        if seen is None or not (seen.job or seen.pods):
+            return name in self._creating
+        gone = (pod["metadata"].get("deletionTimestamp") == "gone" for pod in seen.pods.values())
+        if not all(gone):
+            return self.runs(name)
+        return seen.job is not None and not finished(seen.job)
 
     def trouble(self, now: float) -> str:
         """What Jobs have waited for, for longer than a moment, the most frequent first; empty if
