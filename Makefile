@@ -34,15 +34,17 @@ setup: $(FETCHED) ## make .venv, install everything, fetch the small model
 train: $(FETCHED) ## train the small model on the embedded tasks (ARGS="trainer.lr=1e-6 ...")
 	@$(BIN)/python jobs/train_swe.py $(ARGS)
 
-test: $(FETCHED) ## the test suite (ARGS="-k name")
-	@$(BIN)/python -m pytest -q -m "not slow and not demand" $(ARGS)
+# Two files at a time: each waits for its processes half of the time.
+TWO := -n 2 --dist loadfile
 
-# Two files at a time: each waits for its processes half of the time. Those of Kubernetes count Jobs
-# a second, and are alone.
+test: $(FETCHED) ## the test suite (ARGS="-k name"; ARGS="-n 0": one file at a time)
+	@$(BIN)/python -m pytest -q -m "not slow and not demand" $(TWO) $(ARGS)
+
+# Those of Kubernetes count Jobs a second, and are alone.
 test-slow: $(FETCHED) ## tests with real engines, trainers and clusters
 	@status=0
 	run() { $(BIN)/python -m pytest -q -m "slow and not demand" "$$@" $(ARGS) || (( $$? == 5 )) || status=1; }
-	run -n 2 --dist loadfile --ignore=tests/kubernetes
+	run $(TWO) --ignore=tests/kubernetes
 	run tests/kubernetes
 	exit $$status
 
