@@ -21,6 +21,7 @@ from lightning_ray.rollouts.grading import Episode
 from lightning_ray.tasks.swe import (
     cleanroom,
     evidence,
+    examination,
     making,
     measure,
     offline,
@@ -205,7 +206,7 @@ def test_an_honest_repair_is_solved(record):
     result = {"files": repair(record), "refused": []}
     reward = family.grade(task_of(record), result, EPISODE)
     assert (reward.value, reward.solved, reward.metrics["tampered"]) == (1.0, True, 0.0)
-    assert reward.metrics["test_runs"] == 2 + 2 * cleanroom.PAIRS
+    assert reward.metrics["test_runs"] == 2 + examination.ROUNDS
 
 
 def test_another_repair_than_the_reference_is_solved():
@@ -226,7 +227,7 @@ def test_a_repair_that_breaks_something_else_is_unsolved():
     record = SMALL[0]
     path, text = next(iter(repair(record).items()))
     broken = text + "\n\ndef findall(*a, **k):\n    return []\n"
-    judgement = family.judge(record, {path: broken})
+    judgement = family.judge(record, {path: broken}, counted=True)
     assert judgement.verdict is Verdict.UNSOLVED
     assert judgement.fail_to_pass == len(record.fail_to_pass)
 

@@ -31,7 +31,6 @@ from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, read
 from lightning_ray.tasks.swe.examination import (
     ARGUMENTS,
     JUNIT,
-    PAIRS,
     SCRATCH,
     WITNESS,
     Given,
@@ -39,7 +38,7 @@ from lightning_ray.tasks.swe.examination import (
     with_twins,
 )
 
-__all__ = ["PAIRS", "Protection", "RoomFault", "examine", "run", "stage", "with_twins"]
+__all__ = ["Protection", "RoomFault", "examine", "run", "stage", "with_twins"]
 
 MAX_REPORT_BYTES = 16 << 20  # tens of thousands of test ids
 MAX_JUNIT_BYTES = 64 << 20
@@ -78,27 +77,28 @@ def examine(
     suite: Suite,
     *,
     protection: Protection = UNPROTECTED,
-    pairs: int = PAIRS,
     rng: random.Random | None = None,
     known_bad: Mapping[str, bytes] | None = None,
+    counted: bool = False,
 ) -> Judgement:
-    """What the suite says of a tree. An unsolved tree costs one run, a solved one `1 + 2 * pairs`,
-    and one more if a `known_bad` tree is given, which must be unsolved in this same room.
+    """What the suite says of a tree. Where it has twins an unsolved tree costs up to `ROUNDS` runs
+    (two on average, if one hidden test fails), a solved one `ROUNDS + 1`, and one more if a
+    `known_bad` tree is given, which must be unsolved in this same room. `counted`: see
+    `examination.wanted`.
 
     Raises:
         RoomFault: no process could be started, it failed before it reached the tests, or the
             known-bad tree is not unsolved.
     """
-    rng = rng or random.SystemRandom()
     done: list[tuple[examination.Trial, Report]] = []
     while True:
         answer = examination.wanted(
-            suite, done, known_bad=known_bad is not None, pairs=pairs, rng=rng
+            suite, done, known_bad=known_bad is not None, counted=counted, rng=rng
         )
         if isinstance(answer, Judgement):
             return answer
         trial = answer[0]
-        subject = examination.tree_of(trial, tree, known_bad, suite, rng)
+        subject = examination.tree_of(trial, tree, known_bad, suite)
         done.append((trial, run(subject, suite, protection=protection)))
 
 

@@ -150,7 +150,8 @@ def grade(task: Task, result: Mapping[str, Any] | None, episode: Episode) -> Rew
         GradingError: there is no verdict, or a canary was seen.
     """
     record, options = _asked(task, episode)
-    judgement = judge(record, _changes(result))
+    counted = _counted(options, episode)
+    judgement = judge(record, _changes(result), counted=counted)
     return _reward(record, result, judgement, episode, options)
 
 
@@ -173,7 +174,8 @@ def rooms(
         if tree is None:
             return _reward(record, result, _IMPOSSIBLE, episode, options)
         done = [remote.read(run) for run in runs]
-        answer = examination.wanted(suite, done, known_bad=True)
+        counted = _counted(options, episode)
+        answer = examination.wanted(suite, done, known_bad=True, counted=counted)
         if isinstance(answer, Judgement):
             return _reward(record, result, answer, episode, options)
         return [
@@ -207,8 +209,16 @@ def _rooms_of_image(
     return answer
 
 
-def judge(record: RepositoryTask, changes: Mapping[str, str | None]) -> Judgement:
-    """The verdict on changes (None deletes a file) to a task's repository.
+def _counted(options: Options, episode: Episode) -> bool:
+    """Whether it matters how many tests of an unsolved rollout pass: that takes a run more."""
+    return options.partial_credit > 0 and episode.split is Split.TRAIN
+
+
+def judge(
+    record: RepositoryTask, changes: Mapping[str, str | None], *, counted: bool = False
+) -> Judgement:
+    """The verdict on changes (None deletes a file) to a task's repository; `counted`: see
+    `examination.wanted`.
 
     Raises:
         GradingError: there is none.
@@ -219,7 +229,9 @@ def judge(record: RepositoryTask, changes: Mapping[str, str | None]) -> Judgemen
         tree = merged(broken, changes, protected(record))
         if tree is None:
             return _IMPOSSIBLE
-        return cleanroom.examine(tree, suite, protection=protection(record), known_bad=broken)
+        return cleanroom.examine(
+            tree, suite, protection=protection(record), known_bad=broken, counted=counted
+        )
     except (RoomFault, RecordError, sources.SourceError, ValueError) as error:
         raise GradingError(f"task {record.instance_id}: cannot grade: {error}") from error
 
