@@ -34,6 +34,7 @@ from lightning_ray.tasks.swe import (
     offline,
     patches,
     remote,
+    runtime,
     sources,
     workspace,
 )
@@ -230,7 +231,7 @@ def judge(
         if tree is None:
             return _IMPOSSIBLE
         return cleanroom.examine(
-            tree, suite, protection=protection(record), known_bad=broken, counted=counted
+            tree, suite, protection=protection(), known_bad=broken, counted=counted
         )
     except (RoomFault, RecordError, sources.SourceError, ValueError) as error:
         raise GradingError(f"task {record.instance_id}: cannot grade: {error}") from error
@@ -312,9 +313,17 @@ def shaped(
     return max(1.0 - penalty, shaping.least_solved)
 
 
-def protection(record: RepositoryTask) -> Protection:
-    """Bubblewrap without a network, where this machine has it; else only a process of its own."""
-    readable, hidden = sources.readable(), sources.hidden(sources.packages()[record.package])
-    return Protection(
-        prefix=lambda room, scratch: sandbox.prefix(scratch, [room, *readable], hidden)
-    )
+def protection() -> Protection:
+    """A room of bubblewrap's, where this machine has it; else only a process of its own."""
+    hidden = [*runtime.hidden(), *sources.ours()]
+
+    def before(room: Path, scratch: Path) -> list[str]:
+        try:
+            argv = sandbox.room(scratch, [room, *runtime.shown()], hidden)
+        except sandbox.SandboxError as error:
+            raise RoomFault(str(error)) from error
+        if argv:
+            runtime.warm()
+        return argv
+
+    return Protection(before)
