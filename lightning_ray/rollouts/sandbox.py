@@ -48,6 +48,7 @@ _ETC = (
 _SHM_BYTES = 64 << 20  # as in a Docker container: it is memory that belongs to no process
 _SCRATCH_BYTES = 256 << 20  # of a grading run: it is memory
 _PROBE_S = 30.0  # a probe takes 0.2
+_ABSENT = "bubblewrap is not installed"
 _GRADERS = "LIGHTNING_RAY_SANDBOX"  # tells graders what the run's configuration wants
 _REQUIRE = "require"
 
@@ -90,7 +91,7 @@ def protection() -> Protection:
     """Builds a box with every protection, and one without a network, until one works."""
     program = shutil.which("bwrap")
     if program is None:
-        return Protection(None, False, ("bubblewrap is not installed",))
+        return Protection(None, False, (_ABSENT,))
     reason = _probe(program, network=True)
     if reason is None:
         return Protection(program, True)
@@ -121,7 +122,7 @@ def steady() -> Protection:
             with contextlib.suppress(OSError):  # no cache: each process finds out for itself
                 seen.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 seen.write_text(now)
-    elif most and shutil.which("bwrap"):  # who takes bubblewrap away means it
+    elif most and able.missing != (_ABSENT,):  # who takes bubblewrap away means it
         protection.cache_clear()  # the next try may find it well
         raise SandboxError(
             f"a sandbox worked before on this machine, and now: {'; '.join(able.missing)} (if that "
