@@ -484,7 +484,7 @@ TELLING = [
     remembering(
         "tells later runs what a test was by the kernel's page cache",
         """
-import glob, os, time
+import glob, os, time as _time
 _MARK = [1, 0, 1, 1, 0, 0, 1, 0]
 _tops = ["/usr/share", "/usr/lib", os.path.dirname(os.__file__)]
 _files = sorted(file for top in _tops for file in glob.glob(top + "/**", recursive=True)
@@ -496,9 +496,9 @@ def _cached(file):
     except BlockingIOError:
         return 0
     except OSError:
-        started = time.perf_counter()
+        started = _time.perf_counter()
         os.pread(fd, 1, 8192)
-        return int(time.perf_counter() - started < 5e-5)
+        return int(_time.perf_counter() - started < 5e-5)
     finally:
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
