@@ -409,6 +409,21 @@ Function.runtest = runtest
         boxed=True,
     ),
     source(
+        "starts very many processes",
+        """
+        import os, time
+        if "pytest" in __import__("sys").modules:
+            for _ in range(400):
+                if os.fork() == 0:
+                    time.sleep(60)
+                    os._exit(0)
+                time.sleep(0.002)
+        """,
+        UNSOLVED,
+        boxed=True,
+        limit_s=10.0,
+    ),
+    source(
         "leaves processes behind that forge the report",
         """
         import os, sys, time

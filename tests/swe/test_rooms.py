@@ -21,7 +21,7 @@ from attacks import MODULE, PROCESS, Attack
 from rooms import carried_out
 
 from lightning_ray.records import Outcome, Reward, Task
-from lightning_ray.rollouts import grading
+from lightning_ray.rollouts import grading, sandbox
 from lightning_ray.rollouts.grading import (
     Episode,
     GradeRequest,
@@ -50,6 +50,8 @@ from lightning_ray.tasks.swe.grading import GradingError
 EPISODE = Episode("r", "r-a0", Outcome.COMPLETED, "", ("I mended it.",))
 [RECORD] = [record for record in offline.records() if "b96d2ehw" in record.instance_id]
 [TASK] = [task for task in offline.train() + offline.validation() if "b96d2ehw" in task.task_id]
+
+boxed = pytest.mark.skipif(bool(sandbox.protection().missing), reason="no sandbox here")
 
 # -- which runs ------------------------------------------------------------------------------------
 
@@ -259,7 +261,11 @@ def forgery(folder: Path, attack: Attack) -> dict[str, str | None]:
 
 FAST = {"patches runtest", "takes the nonce from the witness's frame and forges everything"}
 # By code under test; no pod has the sources or our disk, but this machine has.
-HERE = {"loads the repaired package while it is tested", "fills the disk of the grader"}
+HERE = {
+    "loads the repaired package while it is tested",
+    "fills the disk of the grader",
+    "starts very many processes",
+}
 TRIED = [attack for attack in PROCESS if attack.name not in HERE]
 
 
@@ -393,3 +399,36 @@ def test_a_grader_with_several_rooms_answers_with_orders_until_it_has_a_reward(t
     fault = grading.advance(asked, [first, *lost])
     assert isinstance(fault, GraderFault)
     assert "the tests did not start in their pod: nothing" in (tmp_path / "grader.log").read_text()
+
+
+TAKES = {
+    "processes": """
+        for _ in range(400):
+            if os.fork() == 0:
+                time.sleep(60)
+            time.sleep(0.003)
+    """,
+    "memory": """
+        for _ in range(3):
+            if os.fork() == 0:
+                held = b"x" * (700 << 20)
+                time.sleep(60)
+        time.sleep(3)
+    """,
+    "disk": """
+        for number in range(64):
+            Path(os.environ["HOME"], str(number)).write_bytes(bytes(16 << 20))
+    """,
+}
+
+
+@boxed
+@pytest.mark.parametrize("what", TAKES)
+def test_code_that_takes_too_much_of_a_node_is_unsolved_and_no_fault_of_the_grader(tmp_path, what):
+    repaired = sources.tree(RECORD.package)[MODULE].decode()
+    takes = "import os, time\nfrom pathlib import Path\ndef takes():" + TAKES[what] + "\ntakes()\n"
+    files = {"parse/greedy.py": takes, MODULE: repaired + "\nfrom . import greedy\n"}
+    asked = request(tmp_path, TASK, "lightning_ray.tasks.swe.repository:grade", files)
+    reward = grading.grade(asked)
+    assert isinstance(reward, Reward), reward
+    assert (reward.solved, reward.metrics["tampered"]) == (False, 0.0)

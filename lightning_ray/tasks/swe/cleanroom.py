@@ -21,8 +21,9 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,19 +43,26 @@ __all__ = ["Protection", "RoomFault", "examine", "run", "stage", "with_twins"]
 
 MAX_REPORT_BYTES = 16 << 20  # tens of thousands of test ids
 MAX_JUNIT_BYTES = 64 << 20
+_WATCH_S = 0.1
 
 
 def _no_sandbox(_room: Path, _scratch: Path) -> list[str]:
     return []
 
 
+def _never(_pid: int) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Protection:
     """What keeps the code under test from the grader. `prefix(ROOM, SCRATCH)` is what stands before
-    a command line, so that it can read ROOM and write SCRATCH only; `user` is whom the tests run as
-    (if we are root, and everybody can reach the interpreter)."""
+    a command line, so that it can read ROOM and write SCRATCH only; `passed(PID)` is asked ten
+    times a second whether a run is to end, since the process PID and its descendants take too much;
+    `user` is whom the tests run as (if we are root, and everybody can reach the interpreter)."""
 
     prefix: Callable[[Path, Path], list[str]] = _no_sandbox
+    passed: Callable[[int], bool] = _never
     user: int | None = None
 
 
@@ -157,8 +165,9 @@ def _run(suite: Suite, what: Given, room: Path, protection: Protection, hash_see
                 extra_groups=None if user is None else [],
             )  # fmt: skip
         try:
-            ready, told = converse(ours, what.say, deadline, MAX_REPORT_BYTES)
-            status = wait(process, deadline)
+            with _watched(process, protection.passed):
+                ready, told = converse(ours, what.say, deadline, MAX_REPORT_BYTES)
+                status = wait(process, deadline)
         finally:
             kill(process)
         if ready != b"ready":
@@ -168,6 +177,26 @@ def _run(suite: Suite, what: Given, room: Path, protection: Protection, hash_see
             raise RoomFault(f"the test process did not start{late}: {said[-1]}")
     seconds = time.monotonic() - started
     return read(told, status, what.nonce, _left(room / JUNIT), what.canary, seconds)
+
+
+@contextlib.contextmanager
+def _watched(process: subprocess.Popen[bytes], passed: Callable[[int], bool]) -> Iterator[None]:
+    """Kills a process that takes too much: its tests come to no end, like any that are killed."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_WATCH_S):
+            if passed(process.pid):
+                process.kill()
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
 
 
 def _left(path: Path) -> bytes | None:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray import canary
 from lightning_ray.records import Json, Reward, Split, Task
-from lightning_ray.rollouts import sandbox
+from lightning_ray.rollouts import sandbox, usage
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomRun
 from lightning_ray.tasks.swe import (
     cleanroom,
@@ -44,6 +44,10 @@ from lightning_ray.tasks.swe.grading import GradingError
 from lightning_ray.tasks.swe.record import RecordError, RepositoryTask
 
 MAX_FILE_BYTES = 256 * 1024  # the largest module of the packages has 100 KiB
+# Of a run of the tests, besides the limits of each process: less than what a grader may take, or
+# code under test could end the grader, and have its rollout masked instead of unsolved.
+MAX_PROCESSES = 100
+MAX_MEMORY_BYTES = 1536 << 20
 _IMPOSSIBLE = Judgement(Verdict.UNSOLVED, ("a file where a folder must be",))
 
 
@@ -326,4 +330,9 @@ def protection() -> Protection:
             runtime.warm()
         return argv
 
-    return Protection(before)
+    return Protection(before, _takes_too_much)
+
+
+def _takes_too_much(pid: int) -> bool:
+    tree = usage.descendants(pid)
+    return len(tree) > MAX_PROCESSES or sum(tree.values()) > MAX_MEMORY_BYTES
