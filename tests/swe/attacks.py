@@ -501,7 +501,7 @@ TELLING = [
         """
 import glob, os, time as _time
 _MARK = [1, 0, 1, 1, 0, 0, 1, 0]
-_tops = ["/usr/share", "/usr/lib", os.path.dirname(os.__file__)]
+_tops = ["/usr/share/perl", "/usr/share/doc", os.path.dirname(os.__file__)]
 _files = sorted(file for top in _tops for file in glob.glob(top + "/**", recursive=True)
                 if os.path.isfile(file) and 30_000 < os.path.getsize(file) < 400_000)[-24:]
 def _cached(file):
