@@ -41,6 +41,7 @@ from ray.dashboard.consts import DASHBOARD_METRIC_PORT
 from lightning_ray.config import GatewaySection, RunConfig
 from lightning_ray.gateway import deploy
 from lightning_ray.placement import Device, plan
+from lightning_ray.rollouts import sandbox
 from lightning_ray.run import command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,6 +132,25 @@ def test_a_misspelt_field_of_a_pod_is_noticed() -> None:
         kubernetes_validate.validate(
             {"apiVersion": "v1", "kind": "PodTemplate", "template": template}, "1.37", strict=True
         )
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_what_bubblewrap_needs_of_a_pod_is_valid_and_is_what_a_run_says(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "rollouts.md").read_text()
+    [text] = re.findall(r"```yaml\n(spec:\n.*?)```", page, re.S)
+    ours, template = yaml.safe_load(text)["spec"], groups()["rollout"]["template"]
+    [context] = [container["securityContext"] for container in ours["containers"]]
+    template["spec"]["hostUsers"] = ours["hostUsers"]
+    ray_container({"template": template})["securityContext"] |= context
+    kubernetes_validate.validate(
+        {"apiVersion": "v1", "kind": "PodTemplate", "template": template}, version, strict=True
+    )
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    for field in ("hostUsers: false", "procMount: Unmasked", "seccompProfile: {type: Unconfined}"):
+        assert field in text
+        assert field in sandbox.hint()
 
 
 @functools.cache

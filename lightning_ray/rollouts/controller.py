@@ -125,6 +125,7 @@ class RolloutController:
         self._driven: dict[str, asyncio.Task[None]] = {}  # by attempt id
         self._refs: dict[str, Any] = {}  # attempt id -> the Ray task that works on it
         self._stopped: set[str] = set()  # attempts that were cancelled and have not ended yet
+        self._lacks: dict[str, str] = {}  # node -> what it lacks of the sandbox
         self._ready: list[FinishedRollout] = []
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
@@ -165,7 +166,7 @@ class RolloutController:
 
     async def status(self) -> ControllerStatus:
         trouble = self._pods.trouble if self._pods else ""
-        return replace(self._life.status(), trouble=trouble)
+        return replace(self._life.status(), trouble=trouble, lacks=dict(self._lacks))
 
     async def cancel(self, rollout_ids: list[str]) -> list[str]:
         """Ends rollouts that are not over and waits until their harnesses are dead; returns which
@@ -279,6 +280,8 @@ class RolloutController:
             result: AttemptResult = await self._wait(
                 attempt, _run_attempt.options(**self._options).remote(request)
             )
+            if result.lack:
+                self._lacks[result.node] = result.lack
             return result
         except TaskCancelledError:
             return AttemptResult(Outcome.CANCELLED, "cancelled")
