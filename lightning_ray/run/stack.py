@@ -78,7 +78,7 @@ class Stack:
         self._wait = Waiting(config.run.wait_timeout_s, say, self._look_at_store)
         self.pointer = run_dir / "policy.json"
         self._telling = Telling(say, told or {})
-        self._pods_trouble, self._run_id, self._kept = "", "", list[str]()
+        self._run_id, self._kept = "", list[str]()
         self.store: Any = None
         self.engines: list[Any] = []
         self._controller: Any = None
@@ -235,9 +235,7 @@ class Stack:
         self._look_at_store()
         status: ControllerStatus = self._controlled("status")
         self._telling.sandboxes(status.lacks)
-        if status.trouble and status.trouble != self._pods_trouble:
-            self._say(f"kubernetes: {status.trouble}")
-        self._pods_trouble = status.trouble
+        self._telling.pods(status.trouble, time.monotonic())
         return status
 
     @property
