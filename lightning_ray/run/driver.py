@@ -24,7 +24,7 @@ from lightning_ray.records import FinishedRollout, Outcome, PolicyVersion, Rollo
 from lightning_ray.report.console import Console, View
 from lightning_ray.rollouts import harness, sandbox
 from lightning_ray.rollouts.lifecycle import ControllerStatus
-from lightning_ray.rollouts.pods import attempts as pods
+from lightning_ray.rollouts.pods import preflight
 from lightning_ray.rollouts.sandbox import Mode
 from lightning_ray.run import cluster, data, ending
 from lightning_ray.run.checkpoint import Checkpoints, State
@@ -68,7 +68,7 @@ class Run:
             console.print(f"sandbox: {note}")
             self._lacks = {socket.gethostname(): note}
         if config.rollout.launcher != "local":
-            for note in pods.check(config, self._train[0]):
+            for note in preflight.check(config, self._train[0]):
                 console.print(f"kubernetes: {note}")
         # Weights made by this process belong to a lineage of their own: after a rollback the same
         # step number names other weights than before.

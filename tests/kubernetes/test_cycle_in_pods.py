@@ -22,7 +22,7 @@ from lightning_ray.rollouts import harness, installation
 from lightning_ray.run.checkpoint import Checkpoints
 
 ROOT = runs.ROOT
-NAMESPACE = "lightning-ray"
+HEAD, NAMESPACE = "lightning-ray", "lightning-ray-rollouts"  # of the account, of the Jobs
 pytestmark = pytest.mark.slow
 
 
@@ -31,12 +31,11 @@ def account(cluster: Cluster) -> Path:
     for name in ("kuberay/namespace", "kuberay/rbac", "kubernetes/access"):
         cluster.apply(ROOT / "examples" / f"{name}.yaml")
     cluster.until(lambda: cluster.core.read_namespaced_service_account("default", NAMESPACE))
+    cluster.until(lambda: cluster.core.read_namespaced_service_account("default", HEAD))
     asked = client.AuthenticationV1TokenRequest(
         spec=client.V1TokenRequestSpec(audiences=["https://kubernetes.default.svc"])
     )
-    answer = cluster.core.create_namespaced_service_account_token(
-        "lightning-ray-head", NAMESPACE, asked
-    )
+    answer = cluster.core.create_namespaced_service_account_token("lightning-ray-head", HEAD, asked)
     tree = yaml.safe_load(cluster.kubeconfig().read_text())
     tree["users"] = [{"name": "admin", "user": {"token": answer.status.token}}]
     path = cluster.folder / "head.kubeconfig"
@@ -44,11 +43,11 @@ def account(cluster: Cluster) -> Path:
     return path
 
 
-def may(kubeconfig: Path, verb: str, group: str, resource: str) -> bool:
+def may(kubeconfig: Path, verb: str, group: str, resource: str, namespace: str = NAMESPACE) -> bool:
     from kubernetes import config
 
     api = config.new_client_from_config(str(kubeconfig))
-    attributes = {"namespace": NAMESPACE, "verb": verb, "group": group, "resource": resource}
+    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": resource}
     spec = client.V1SelfSubjectAccessReviewSpec(
         resource_attributes=client.V1ResourceAttributes(**attributes)
     )
@@ -69,6 +68,8 @@ def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(c
         ("patch", "batch", "jobs"),
     ]:
         assert not may(kubeconfig, verb, group, resource), (verb, resource)
+    # Where the cluster's own Secrets are, it makes nothing that could mount them.
+    assert not may(kubeconfig, "create", "batch", "jobs", HEAD)
     venv = installation.install(harness.load("mini-swe-agent"))
     run_dir, log = tmp_path / "run", tmp_path / "log"
     run = runs.start(
@@ -106,7 +107,7 @@ def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(c
     for row in rows:
         assert row["rollouts/finished"] == 8, json.dumps(row)
     output = log.read_text()
-    assert "rollouts are Jobs in the namespace lightning-ray" in output
+    assert f"rollouts are Jobs in the namespace {NAMESPACE}" in output
     assert "run on in pods since the run was stopped" in output
     # Nothing of the run is left in the cluster.
     cluster.until(lambda: not cluster.batch.list_namespaced_job(NAMESPACE).items)

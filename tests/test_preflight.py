@@ -1,0 +1,141 @@
+"""What is said before a run with pods starts, and that its examples fit where they are applied."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pod_security import violations
+
+from lightning_ray.config import RunConfig, load
+from lightning_ray.records import Task
+from lightning_ray.rollouts.pods import manifest, preflight
+from lightning_ray.rollouts.pods.manifest import Frame, Room
+from lightning_ray.rollouts.pods.template import JobTemplate, Names
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples" / "kubernetes"
+TASK = Task("t1", "mend it", {"image_name": "repo:1"})
+Object = dict[str, Any]
+
+
+def applied(*files: Path) -> list[Object]:
+    return [tree for file in files for tree in yaml.safe_load_all(file.read_text()) if tree]
+
+
+def of_kind(kind: str, objects: list[Object]) -> Object:
+    [found] = [each for each in objects if each["kind"] == kind]
+    return found
+
+
+# -- examples -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["job", "swe"])
+def test_pod_security_lets_the_pods_of_each_example_into_its_namespace(name: str) -> None:
+    access = applied(EXAMPLES / "access.yaml")
+    namespaces = {
+        each["metadata"]["name"]: each["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+        for each in applied(EXAMPLES / "access.yaml", ROOT / "examples/kuberay/namespace.yaml")
+        if each["kind"] == "Namespace"
+    }
+    level = namespaces[of_kind("Role", access)["metadata"]["namespace"]]
+    assert level in ("baseline", "restricted")
+    template = JobTemplate(str(EXAMPLES / f"{name}.yaml"), "harness:1")
+    rendered = template.render(TASK, Names("a", "r", "g", "s", "u"))
+    frame = Frame("run", None, 0.25, 2048, 4096, 40.0, None)
+    job = manifest.build(rendered, Room("a", "http://gateway", "", "agent", 60.0), frame)
+    pod = job["spec"]["template"]["spec"]
+    assert violations(level, pod) == set()
+    # Root, where an image needs it, and nothing else that `restricted` refuses.
+    root = {"runAsNonRoot", "runAsUser"} if name == "swe" else set()
+    assert violations("restricted", pod) == root
+
+
+def test_rollouts_are_in_a_namespace_without_secrets_of_the_cluster_and_behind_a_wall() -> None:
+    access = applied(EXAMPLES / "access.yaml")
+    cluster = of_kind("Namespace", applied(ROOT / "examples/kuberay/namespace.yaml"))
+    ours, theirs = of_kind("Namespace", access)["metadata"]["name"], cluster["metadata"]["name"]
+    assert ours != theirs
+    for each in access:
+        assert each["metadata"].get("namespace", ours) == ours
+    [account] = of_kind("RoleBinding", access)["subjects"]
+    head = of_kind("ServiceAccount", applied(ROOT / "examples/kuberay/rbac.yaml"))["metadata"]
+    assert (account["name"], account["namespace"]) == (head["name"], head["namespace"])
+    wall = of_kind("NetworkPolicy", access)["spec"]
+    assert wall["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in wall
+    gateway, dns = wall["egress"]
+    [to] = gateway["to"]
+    assert to["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": theirs}
+    assert [port["port"] for port in gateway["ports"]] == [RunConfig().gateway.port]
+    assert {port["port"] for port in dns["ports"]} == {53}
+    # What the pages tell to type.
+    for page in ("kubernetes.md", "swe.md"):
+        text = (ROOT / "docs" / page).read_text()
+        for command in text.split("```")[1::2]:
+            if "rollout.launcher=kubernetes" in command:
+                assert f"kubernetes.namespace={ours}" in command
+                assert f"gateway.advertise=http://lightning-ray-head-svc.{theirs}:8765" in command
+
+
+# -- an API server that warns ---------------------------------------------------------------------
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers as a server whose Pod Security warns: the one of the tests is too old to have it."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(201)
+        assert "dryRun=All" in self.path
+        self.send_header("Warning", '299 - "would violate PodSecurity \\"restricted:latest\\": x"')
+        self.send_header("Warning", '299 - "something is deprecated", 299 - "and more"')
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def kubeconfig(tmp_path: Path) -> Iterator[Path]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    path = tmp_path / "kubeconfig"
+    path.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [{"name": "c", "cluster": {"server": url}}],
+                "users": [{"name": "u", "user": {}}],
+                "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                "current-context": "x",
+            }
+        )
+    )
+    yield path
+    server.shutdown()
+    server.server_close()
+
+
+def settings(kubeconfig: Path, *more: str) -> RunConfig:
+    ours = (f"kubernetes.kubeconfig={kubeconfig}", "kubernetes.image=agent:1")
+    return load(None, ["rollout.launcher=kubernetes", *ours, *more])
+
+
+def test_what_the_api_server_warns_of_is_told_at_the_start(kubeconfig: Path) -> None:
+    config = settings(kubeconfig, "kubernetes.grade=cluster")
+    assert [note for note in preflight.check(config, TASK) if "warns" in note] == [
+        'the API server warns: would violate PodSecurity "restricted:latest": x',
+        "the API server warns: something is deprecated",
+        "the API server warns: and more",
+    ]
