@@ -13,11 +13,11 @@ import pytest
 import yaml
 from pod_security import violations
 
-from lightning_ray.config import RunConfig, load
+from lightning_ray.config import ConfigError, RunConfig, load
 from lightning_ray.records import Task
 from lightning_ray.rollouts.pods import manifest, preflight
 from lightning_ray.rollouts.pods.manifest import Frame, Room
-from lightning_ray.rollouts.pods.template import JobTemplate, Names
+from lightning_ray.rollouts.pods.template import JobTemplate, Names, TemplateFault
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "kubernetes"
@@ -91,12 +91,23 @@ def test_rollouts_are_in_a_namespace_without_secrets_of_the_cluster_and_behind_a
 class Server(BaseHTTPRequestHandler):
     """Answers as a server whose Pod Security warns: the one of the tests is too old to have it."""
 
+    knows = True
+    refuses: tuple[tuple[str, str], ...] = ()
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.send_response(201)
-        assert "dryRun=All" in self.path
-        self.send_header("Warning", '299 - "would violate PodSecurity \\"restricted:latest\\": x"')
-        self.send_header("Warning", '299 - "something is deprecated", 299 - "and more"')
+        if self.path.endswith("/selfsubjectaccessreviews"):
+            asked = body["spec"]["resourceAttributes"]
+            resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
+            allowed = (asked["verb"], resource) not in self.refuses
+            self.send_response(201 if self.knows else 401)
+            body["status"] = {"allowed": allowed}
+        else:
+            assert "dryRun=All" in self.path
+            self.send_response(201)
+            said = 'would violate PodSecurity \\"restricted:latest\\": x'
+            self.send_header("Warning", f'299 - "{said}"')
+            self.send_header("Warning", '299 - "something is deprecated", 299 - "and more"')
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
 
@@ -132,10 +143,58 @@ def settings(kubeconfig: Path, *more: str) -> RunConfig:
     return load(None, ["rollout.launcher=kubernetes", *ours, *more])
 
 
+def test_where_tasks_say_who_runs_them_the_first_of_each_set_in_pods_is_looked_at(
+    kubeconfig: Path,
+) -> None:
+    local, train, validation = (
+        Task(name, "", {"launcher": launcher, "image_name": "repo:1"})
+        for name, launcher in (("l", "local"), ("t", "kubernetes"), ("v", "kubernetes"))
+    )
+    unsaid = Task("u", "", {})  # it is local
+    mixed = settings(kubeconfig, "rollout.launcher=task", "kubernetes.grade=cluster")
+    found = preflight.firsts(mixed, [unsaid, local, train, validation], [local], [validation])
+    assert list(found) == [train, validation]
+    every = settings(kubeconfig)
+    assert list(preflight.firsts(every, [unsaid, train], [local])) == [unsaid, local]
+    # A template that only tasks in pods can fill; of others it is not asked.
+    template = f"kubernetes.template={EXAMPLES}/swe.yaml"
+    wrong = settings(kubeconfig, "rollout.launcher=task", "kubernetes.grade=cluster", template)
+    assert preflight.check(wrong, [unsaid, local], [local]) == []
+    broken = Task("b", "", {"launcher": "kubernetes"})
+    with pytest.raises(TemplateFault, match="task b"):
+        preflight.check(wrong, [unsaid, train], [local, broken])
+
+
 def test_what_the_api_server_warns_of_is_told_at_the_start(kubeconfig: Path) -> None:
     config = settings(kubeconfig, "kubernetes.grade=cluster")
-    assert [note for note in preflight.check(config, TASK) if "warns" in note] == [
+    assert [note for note in preflight.check(config, [TASK]) if "warns" in note] == [
         'the API server warns: would violate PodSecurity "restricted:latest": x',
         "the API server warns: something is deprecated",
         "the API server warns: and more",
     ]
+
+
+def test_the_role_of_the_example_is_what_is_asked_for(kubeconfig: Path) -> None:
+    rules = {
+        (group, resource, tuple(rule["verbs"]))
+        for rule in of_kind("Role", applied(EXAMPLES / "access.yaml"))["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert rules == set(preflight.RIGHTS)
+
+
+def test_a_right_that_is_missing_is_named_with_the_role_that_has_it(
+    kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(kubeconfig, "kubernetes.grade=cluster", "kubernetes.namespace=there")
+    monkeypatch.setattr(Server, "refuses", (("watch", "pods"), ("create", "secrets")))
+    said = "may not watch pods, create secrets in the namespace there: .*access.yaml"
+    with pytest.raises(ConfigError, match=said):
+        preflight.check(config, [TASK])
+    monkeypatch.setattr(Server, "refuses", (("get", "pods/log"),))
+    with pytest.raises(ConfigError, match="may not get pods/log in"):
+        preflight.check(config, [TASK])
+    monkeypatch.setattr(Server, "knows", False)
+    with pytest.raises(ConfigError, match="does not know who asks"):
+        preflight.check(config, [TASK])

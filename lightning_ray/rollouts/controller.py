@@ -38,6 +38,7 @@ from lightning_ray.rollouts.grading import (
 from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycle, Next, judge
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, limits, run_attempt
 from lightning_ray.rollouts.pods.attempts import Pods
+from lightning_ray.rollouts.pods.preflight import in_pod
 from lightning_ray.rollouts.pods.staging import harness_key
 from lightning_ray.rollouts.sandbox import wanted
 from lightning_ray.store.attempts import Known
@@ -352,10 +353,7 @@ class RolloutController:
 
     def _pods_of(self, attempt: Attempt) -> Pods | None:
         """What runs the attempt's Jobs; None if it runs on a node of Ray."""
-        launcher = self._config.rollout.launcher
-        if launcher == "task":
-            launcher = attempt.spec.task.fields.get("launcher", "local")
-        return self._pods if launcher == "kubernetes" else None
+        return self._pods if in_pod(self._config, attempt.spec.task) else None
 
     async def _wait(self, attempt: Attempt, ref: Any) -> Any:
         """The result of a Ray task, which `cancel` can find meanwhile."""

@@ -68,7 +68,7 @@ class Run:
             console.print(f"sandbox: {note}")
             self._lacks = {socket.gethostname(): note}
         if config.rollout.launcher != "local":
-            for note in preflight.check(config, self._train[0]):
+            for note in preflight.check(config, self._train, self._validation):
                 console.print(f"kubernetes: {note}")
         # Weights made by this process belong to a lineage of their own: after a rollback the same
         # step number names other weights than before.

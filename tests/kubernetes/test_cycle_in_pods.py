@@ -18,7 +18,10 @@ from control_plane import Cluster
 from kubernetes import client
 
 from lightning_ray import metrics
+from lightning_ray.config import ConfigError, load
+from lightning_ray.records import Task
 from lightning_ray.rollouts import harness, installation
+from lightning_ray.rollouts.pods import preflight
 from lightning_ray.run.checkpoint import Checkpoints
 
 ROOT = runs.ROOT
@@ -26,8 +29,10 @@ HEAD, NAMESPACE = "lightning-ray", "lightning-ray-rollouts"  # of the account, o
 pytestmark = pytest.mark.slow
 
 
-def account(cluster: Cluster) -> Path:
+@pytest.fixture(scope="module")
+def head(_cluster: Cluster) -> Path:
     """A kubeconfig of the head's service account, with what the examples let it do."""
+    cluster = _cluster
     for name in ("kuberay/namespace", "kuberay/rbac", "kubernetes/access"):
         cluster.apply(ROOT / "examples" / f"{name}.yaml")
     cluster.until(lambda: cluster.core.read_namespaced_service_account("default", NAMESPACE))
@@ -57,9 +62,34 @@ def may(kubeconfig: Path, verb: str, group: str, resource: str, namespace: str =
     return bool(review.status.allowed)
 
 
-def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(cluster, tmp_path):
-    kubeconfig = account(cluster)
-    assert may(kubeconfig, "create", "batch", "jobs")
+def test_a_run_without_the_rights_of_the_example_is_told_which_it_lacks(cluster, head) -> None:
+    def check(kubeconfig: Path) -> list[str]:
+        ours = (f"kubernetes.kubeconfig={kubeconfig}", f"kubernetes.namespace={NAMESPACE}")
+        more = ("kubernetes.image=agent:1", "rollout.launcher=kubernetes")
+        config = load(None, [*ours, *more, "kubernetes.grade=cluster"])
+        return preflight.check(config, [Task("t", "mend it", {})])
+
+    with pytest.raises(ConfigError, match="may not create jobs, get jobs, .* create secrets in"):
+        check(cluster.kubeconfig("controller"))
+    assert check(head) == [f"rollouts are Jobs in the namespace {NAMESPACE}"]
+    rbac = client.RbacAuthorizationV1Api()
+    role = rbac.read_namespaced_role("lightning-ray-rollouts", NAMESPACE)
+    rules = role.rules
+    role.rules = [rule for rule in rules if rule.resources != ["secrets"]]
+    role = rbac.replace_namespaced_role("lightning-ray-rollouts", NAMESPACE, role)
+    try:
+        with pytest.raises(ConfigError, match="this run may not create secrets in the namespace"):
+            cluster.until(lambda: check(head) == [])  # the authorizer needs a moment
+    finally:
+        role.rules = rules
+        rbac.replace_namespaced_role("lightning-ray-rollouts", NAMESPACE, role)
+        cluster.until(lambda: may(head, "create", "", "secrets"))
+
+
+def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(
+    cluster, head, tmp_path
+):
+    assert may(head, "create", "batch", "jobs")
     for verb, group, resource in [
         ("get", "", "secrets"),
         ("list", "", "secrets"),
@@ -67,9 +97,9 @@ def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(c
         ("create", "", "pods/exec"),
         ("patch", "batch", "jobs"),
     ]:
-        assert not may(kubeconfig, verb, group, resource), (verb, resource)
+        assert not may(head, verb, group, resource), (verb, resource)
     # Where the cluster's own Secrets are, it makes nothing that could mount them.
-    assert not may(kubeconfig, "create", "batch", "jobs", HEAD)
+    assert not may(head, "create", "batch", "jobs", HEAD)
     venv = installation.install(harness.load("mini-swe-agent"))
     run_dir, log = tmp_path / "run", tmp_path / "log"
     run = runs.start(
@@ -77,7 +107,7 @@ def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(c
         log,
         "run.steps=2",
         "rollout.launcher=kubernetes",
-        f"kubernetes.kubeconfig={kubeconfig}",
+        f"kubernetes.kubeconfig={head}",
         f"kubernetes.namespace={NAMESPACE}",
         "kubernetes.image=python",
         f"kubernetes.harness_venv={venv}",

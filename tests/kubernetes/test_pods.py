@@ -26,6 +26,7 @@ from lightning_ray.config import RunConfig, load
 from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, RolloutSpec, Split, Task
 from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
+from lightning_ray.rollouts.pods import manifest
 from lightning_ray.tasks.swe import examination, offline, sources
 from lightning_ray.tasks.swe.evidence import Verdict
 
@@ -280,6 +281,30 @@ def test_a_harness_runs_in_a_pod_and_is_graded_in_another_one(site) -> None:
     assert not here.cluster.core.list_namespaced_secret(
         "default", label_selector="lightning-ray/run"
     ).items
+
+
+def test_each_task_says_whether_it_runs_in_a_pod_or_on_a_node(site, tmp_path) -> None:
+    functions = [f"task.{name}=both_ways:{name}" for name in ("prepare", "collect")]
+    here = site("rollout.launcher=task", "task.grader=both_ways:grade", *functions)
+    [pod] = here.submit("work", name="pod", launcher="kubernetes")
+    [node] = here.submit("work", name="node", launcher="local")
+    [unsaid] = here.submit("work", name="unsaid")
+    ended = here.results(3)
+    found = {}
+    for spec in (pod, node, unsaid):
+        one = ended[spec.rollout_id]
+        assert one.outcome is Outcome.COMPLETED and one.reward is not None, one
+        assert one.reward.solved, one
+        found[spec] = one.reward.metrics["in_pod"]
+        assert here.calls(spec) == 1
+    assert found == {pod: 1.0, node: 0.0, unsaid: 0.0}
+    # What was ever made in this namespace, by the job controller's own account.
+    events = here.cluster.core.list_namespaced_event("default").items
+    made = {one.involved_object.name for one in events if one.involved_object.kind == "Job"}
+    names = [
+        manifest.job_name(here.folder.name, f"{one.rollout_id}-a0") for one in (pod, node, unsaid)
+    ]
+    assert made & set(names) == {names[0]}
 
 
 TEMPLATE = """
