@@ -409,6 +409,53 @@ def test_what_is_wrong_in_a_template_is_said_with_its_line(tmp_path, wrong, said
         template(tmp_path, text).render(TASK, NAMES)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("metadata: [1]", "line 3: metadata is .1.; write an object"),
+        ("metadata: {labels: x}", "line 3: metadata.labels is 'x'; write an object"),
+        ("metadata: {labels: {team: 5}}", 'line 3: .*labels.team is 5; write a text, .*"5"'),
+        ("metadata: {labels: {5: team}}", "line 3: metadata.labels: 5 is no text"),
+        ("metadata: {annotations: {a: true}}", 'annotations.a is True; .*"true"'),
+        ("metadata: {labels: {day: 2026-12-01}}", 'labels.day .*"2026-12-01"'),
+        ("metadata: {name: [a]}", "metadata.name is .*write a text"),
+        ("metadata: {1: a}", "line 3: metadata has no field '1'"),
+    ],
+)
+def test_a_value_of_another_type_is_said_with_its_line(tmp_path, wrong, said) -> None:
+    text = TEMPLATE.replace("metadata:\n  labels: {team: blue}", wrong)
+    with pytest.raises(TemplateFault, match=said):
+        template(tmp_path, text).render(TASK, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ('{runAsUser: "{{ task.fields.uid }}"}', "[]", "line 9: .*securityContext is .*an object"),
+        ("imagePullSecrets: [{name: registry}]", "imagePullSecrets: x", "line 8: .*a list"),
+        ("imagePullSecrets: [{name: registry}]", "imagePullSecrets: [x]", "line 8: .*an object"),
+        ("image: proxy", "image: proxy\n          env: [{name: A, value: 5}]", 'line 16: .*"5"'),
+        ("image: proxy", "image: proxy\n          command: sleep", "line 16: .*a list"),
+        ("image: proxy", "image: proxy\n          tty: 1", "line 16: .*true or false"),
+        ('"{{ task.fields.uid }}"', "1.5", "line 9: .*a whole number"),
+        ('"{{ task.fields.uid }}"', "true", "line 9: .*a whole number"),
+        ('"{{ task.fields.uid }}"', '"{{ task.task_id }}"', "line 9: .*a whole number"),
+        ("- name: side", "-\n        - name: side", "line 14: .*containers.1 is None"),
+    ],
+)
+def test_so_is_one_of_a_pod(tmp_path, right, wrong, said) -> None:
+    assert right in TEMPLATE
+    with pytest.raises(TemplateFault, match=said):
+        template(tmp_path, TEMPLATE.replace(right, wrong)).render(TASK, NAMES)
+
+
+def test_quantities_may_be_numbers(tmp_path) -> None:
+    text = TEMPLATE.replace('cpu: "{{ task.fields.cpu }}"', "cpu: 0.5, ephemeral-storage: 1000")
+    made = template(tmp_path, text).render(TASK, NAMES)
+    limits = made["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits == {"cpu": "0.5", "ephemeral-storage": "1000", "memory": "2Gi"}
+
+
 def test_a_field_that_the_server_refuses_has_its_line(tmp_path) -> None:
     made = template(tmp_path, TEMPLATE)
     fault = made.fault_at("spec.template.spec.containers[1].image", "Required value")
