@@ -19,7 +19,7 @@ from lightning_ray.config import ConfigError, load
 from lightning_ray.records import Outcome, Task
 from lightning_ray.rollouts import grading
 from lightning_ray.rollouts.grading import Episode, RoomReport
-from lightning_ray.rollouts.pods import changed, manifest, staging
+from lightning_ray.rollouts.pods import changed, freedoms, manifest, staging
 from lightning_ray.rollouts.pods.manifest import Frame, Room
 from lightning_ray.rollouts.pods.outcomes import Patience, standing
 from lightning_ray.rollouts.pods.reconcile import Create, Delete, Finish, Reconciler
@@ -447,6 +447,114 @@ def test_so_is_one_of_a_pod(tmp_path, right, wrong, said) -> None:
     assert right in TEMPLATE
     with pytest.raises(TemplateFault, match=said):
         template(tmp_path, TEMPLATE.replace(right, wrong)).render(TASK, NAMES)
+
+
+CLAIM = "volumes: [{name: v, persistentVolumeClaim: {claimName: c}}]"
+POD = "imagePullSecrets: [{name: registry}]"
+SIDE = "image: proxy"
+
+
+@pytest.mark.parametrize(
+    ("where", "added", "said"),
+    [
+        ("spec:\n  template:", "spec:\n  suspend: true\n  template:", "line 6: .*suspend"),
+        ("spec:\n  template:", "spec:\n  completionMode: Indexed\n  template:", "line 6: .*index"),
+        (
+            "spec:\n  template:",
+            "spec:\n  podFailurePolicy: {rules: [{action: Ignore}]}\n  template:",
+            "line 6: .*no second one",
+        ),
+        (POD, "activeDeadlineSeconds: 60", "line 8: .*would be graded"),
+        (SIDE, f"{SIDE}\n          restartPolicy: Always", "line 16: .*starts again"),
+    ],
+)
+def test_what_would_break_a_promise_in_silence_is_refused(tmp_path, where, added, said) -> None:
+    assert where in TEMPLATE
+    with pytest.raises(TemplateFault, match=said):
+        template(tmp_path, TEMPLATE.replace(where, added)).render(TASK, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("volume", "mount", "refused"),
+    [
+        ("persistentVolumeClaim: {claimName: c}", "mountPath: /v", True),
+        ("persistentVolumeClaim: {claimName: c}", "mountPath: /v, readOnly: true", False),
+        ("persistentVolumeClaim: {claimName: c, readOnly: true}", "mountPath: /v", False),
+        ("hostPath: {path: /data}", "mountPath: /v", True),
+        ("hostPath: {path: /data}", "mountPath: /v, readOnly: true", False),
+        ("nfs: {server: s, path: /}", "mountPath: /v", True),
+        ("csi: {driver: d}", "mountPath: /v", True),
+        ("emptyDir: {}", "mountPath: /v", False),
+        ("ephemeral: {volumeClaimTemplate: {spec: {}}}", "mountPath: /v", False),
+        ("secret: {secretName: s}", "mountPath: /v", False),
+    ],
+)
+@pytest.mark.parametrize("container", ["containers", "initContainers"])
+def test_no_volume_leads_from_an_agents_pod_into_its_graders(
+    tmp_path, volume, mount, refused, container
+) -> None:
+    volumes = f"volumes: [{{name: v, {volume}}}]"
+    mounts = f"volumeMounts: [{{name: v, {mount}}}]"
+    if container == "containers":
+        text = TEMPLATE.replace(POD, volumes).replace(SIDE, f"{SIDE}\n          {mounts}")
+    else:
+        first = f"initContainers:\n        - name: first\n          {mounts}"
+        text = TEMPLATE.replace(POD, f"{volumes}\n      {first}")
+    made = template(tmp_path, text)
+    if refused:
+        line = 16 if container == "containers" else 11
+        with pytest.raises(
+            TemplateFault, match=f"line {line}: .*outlives the pod .*readOnly: true"
+        ):
+            made.render(TASK, NAMES)
+    else:
+        made.render(TASK, NAMES)
+
+
+def test_a_block_device_that_outlives_the_pod_is_refused_and_an_unused_claim_is_not(
+    tmp_path,
+) -> None:
+    unused = TEMPLATE.replace(POD, CLAIM)
+    template(tmp_path, unused).render(TASK, NAMES)
+    device = unused.replace(
+        SIDE, f"{SIDE}\n          volumeDevices: [{{name: v, devicePath: /dev/x}}]"
+    )
+    with pytest.raises(TemplateFault, match="line 16: .*outlives"):
+        template(tmp_path, device).render(TASK, NAMES)
+
+
+def test_what_weakens_a_pod_is_named(tmp_path) -> None:
+    def weak(text: str) -> list[str]:
+        rendered = template(tmp_path, text).render(TASK, NAMES)
+        return [
+            one.split(" ")[0] for one in freedoms.weaknesses(manifest.build(rendered, ROOM, FRAME))
+        ]
+
+    assert weak(TEMPLATE) == []
+    of_pod = """hostNetwork: true
+      hostIPC: true
+      automountServiceAccountToken: true
+      volumes:
+        - {name: v, hostPath: {path: /data}}
+        - {name: t, projected: {sources: [{serviceAccountToken: {path: t}}]}}"""
+    assert weak(TEMPLATE.replace(POD, of_pod)) == [
+        "automountServiceAccountToken",
+        "hostIPC",
+        "hostNetwork",
+        "hostPath",
+        "serviceAccountToken",
+    ]
+    context = """securityContext:
+            privileged: true
+            allowPrivilegeEscalation: true
+            capabilities: {add: [SYS_ADMIN]}
+            seccompProfile: {type: Unconfined}"""
+    assert weak(TEMPLATE.replace(SIDE, f"{SIDE}\n          {context}")) == [
+        "allowPrivilegeEscalation",
+        "capabilities.add",
+        "privileged",
+        "seccompProfile",
+    ]
 
 
 def test_quantities_may_be_numbers(tmp_path) -> None:

@@ -174,6 +174,19 @@ def test_what_the_api_server_warns_of_is_told_at_the_start(kubeconfig: Path) -> 
     ]
 
 
+def test_what_the_template_gives_to_pods_is_told_in_one_line(
+    kubeconfig: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    text = (EXAMPLES / "job.yaml").read_text()
+    path.write_text(text.replace("      containers:", "      hostNetwork: true\n      containers:"))
+    config = settings(kubeconfig, "kubernetes.grade=cluster")
+    assert not [note for note in preflight.check(config, [TASK]) if "more than" in note]
+    config = settings(kubeconfig, "kubernetes.grade=cluster", f"kubernetes.template={path}")
+    [note] = [note for note in preflight.check(config, [TASK], [TASK]) if "more than" in note]
+    assert "hostNetwork (the node's network" in note
+
+
 def test_the_role_of_the_example_is_what_is_asked_for(kubeconfig: Path) -> None:
     rules = {
         (group, resource, tuple(rule["verbs"]))

@@ -2,8 +2,8 @@
 
 `check` asks whether we may do in the namespace all that a run does (`RIGHTS`), has the template
 filled for the first task of each set that runs in pods, and has the API server look at that Job (a
-dry run, which makes nothing). What it warns of is returned: Pod Security, say, which judges pods
-and refuses no Job.
+dry run, which makes nothing). What it warns of is returned (Pod Security, say, judges pods and
+refuses no Job), and what the template gives to pods that they need not have.
 
 Invariants: nothing is made; a right that is missing and what the API server refuses are a
 `ConfigError` with its name.
@@ -21,7 +21,7 @@ from kubernetes.client import ApiException
 
 from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.records import Json, Task
-from lightning_ray.rollouts.pods import attempts, manifest
+from lightning_ray.rollouts.pods import attempts, freedoms, manifest
 from lightning_ray.rollouts.pods.api import OUTAGE, Api
 from lightning_ray.rollouts.pods.manifest import Frame, Room
 from lightning_ray.rollouts.pods.template import JobTemplate, Names
@@ -53,7 +53,10 @@ def check(config: RunConfig, *sets: Sequence[Task]) -> list[str]:
             if number == 0:
                 probe.check_rights()
             notes |= dict.fromkeys(attempts.check(config, task))
-            notes |= dict.fromkeys(probe.warnings(_sample(config, task)))
+            job = _sample(config, task)
+            if weak := freedoms.weaknesses(job):
+                notes[f"the template gives pods more than they need: {'; '.join(weak)}"] = None
+            notes |= dict.fromkeys(probe.warnings(job))
     except OUTAGE as error:
         raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
     return list(notes)

@@ -25,6 +25,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from lightning_ray.config import ConfigError
 from lightning_ray.records import Json, Task
+from lightning_ray.rollouts.pods import freedoms
 
 # A run that only names an image needs no more than this.
 _DEFAULT = """\
@@ -99,11 +100,14 @@ class JobTemplate:
         """The Job for one attempt, as the user wants it.
 
         Raises:
-            TemplateFault: a placeholder that the task cannot fill, an unknown field.
+            TemplateFault: a placeholder that the task cannot fill, an unknown field, something that
+                no run can have (`freedoms.refusals`).
         """
         known = {"task": asdict(task), "image": self._image, **asdict(names)}
         rendered = self._render(self._tree, known, (), task.task_id)
         job: Json = self._conform(rendered, "V1Job", ())
+        for path, problem in freedoms.refusals(job):
+            raise self.fault(path, f"{_at(path)}: {problem}")
         return job
 
     def fault(self, path: _Path, problem: str) -> TemplateFault:
