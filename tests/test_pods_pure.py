@@ -625,6 +625,11 @@ def test_a_job_name_is_a_dns_label_whatever_the_attempt_is_called() -> None:
         (["rollout.launcher=kubernetes"], "needs kubernetes.image or kubernetes.template"),
         (["kubernetes.image=x"], "no effect with rollout.launcher=local"),
         (["rollout.launcher=kubernets"], "rollout.launcher"),
+        # A Job that Kubernetes deletes at once is gone before its end and its log are read.
+        (
+            ["rollout.launcher=kubernetes", "kubernetes.image=x", "kubernetes.keep_s=0"],
+            "kubernetes.keep_s.*60",
+        ),
     ],
 )
 def test_settings_that_have_no_effect_are_refused(overrides, said) -> None:
