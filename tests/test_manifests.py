@@ -534,6 +534,25 @@ def test_all_ray_pods_run_the_image_that_the_documentation_builds() -> None:
     assert f"docker build -f examples/kuberay/Dockerfile -t {image} ." in DOCS
 
 
+def test_the_page_waits_for_a_pod_before_it_reads_its_log() -> None:
+    name = find("RayJob")["metadata"]["name"]
+    [commands] = [part for part in DOCS.split("```") if "kubectl apply -f cluster.yaml" in part]
+    order = [
+        "apply -f examples/kuberay/job.yaml",
+        f"wait rayjob/{name} --for=jsonpath='{{.status.jobDeploymentStatus}}'=Running",
+        f"wait job/{name} --for",
+        f"logs -f -l job-name={name}",
+    ]
+    assert [commands.index(text) for text in order] == sorted(map(commands.index, order))
+
+
+def test_the_tasks_that_prepare_rollouts_in_pods_fit_one_rollout_pod_that_stays() -> None:
+    config = job()
+    # Nothing else has a CPU for them: the head has none, and the bundles take the GPU pod's.
+    prepare = {"CPU": config.rollout.cpus}
+    assert launches([packed(config), prepare]) == ({"gpu": 1, "rollout": 1}, 0)
+
+
 def test_the_image_holds_what_the_manifests_name() -> None:
     text = (FOLDER / "Dockerfile").read_text()
     user = re.search(r"^USER (\d+):(\d+)$", text, re.M)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from pod_security import violations
+from pod_security import containers, violations
 
 from lightning_ray.config import ConfigError, RunConfig, load
 from lightning_ray.records import Task
@@ -56,6 +56,10 @@ def test_pod_security_lets_the_pods_of_each_example_into_its_namespace(name: str
     # Root, where an image needs it, and nothing else that `restricted` refuses.
     root = {"runAsNonRoot", "runAsUser"} if name == "swe" else set()
     assert violations("restricted", pod) == root
+    # Else a node that is full ends a pod as if it had taken more than it may.
+    for container in containers(pod):
+        asked = container["resources"]
+        assert asked["requests"]["memory"] == asked["limits"]["memory"]
 
 
 def test_rollouts_are_in_a_namespace_without_secrets_of_the_cluster_and_behind_a_wall() -> None:
