@@ -71,7 +71,7 @@ def test_a_run_without_the_rights_of_the_example_is_told_which_it_lacks(cluster,
 
     with pytest.raises(ConfigError, match="may not create jobs, get jobs, .* create secrets in"):
         check(cluster.kubeconfig("controller"))
-    assert check(head) == [f"rollouts are Jobs in the namespace {NAMESPACE}"]
+    assert check(head)[0] == f"rollouts are Jobs in the namespace {NAMESPACE}"
     rbac = client.RbacAuthorizationV1Api()
     role = rbac.read_namespaced_role("lightning-ray-rollouts", NAMESPACE)
     rules = role.rules
