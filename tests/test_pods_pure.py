@@ -126,10 +126,11 @@ def test_a_jobs_deadline_is_the_infrastructures() -> None:
 def test_a_job_that_failed_waits_for_its_pods_own_words() -> None:
     failed = job("j", "u1", {"type": "Failed", "reason": "BackoffLimitExceeded", "message": ""})
     how = standing(failed, [pod(phase="Running")], PATIENCE)
-    assert (how.end, how.patience_s) == (None, PATIENCE.settle_s)
-    end = standing(failed, [], PATIENCE).end
-    assert end is not None
-    assert end.outcome is Outcome.NODE_LOST
+    assert (how.end, how.patience_s) == (None, PATIENCE.words_s)
+    how = standing(failed, [], PATIENCE)  # nor was the pod seen: the watch may be behind
+    assert (how.end, how.patience_s, how.then) == (None, PATIENCE.words_s, Outcome.NODE_LOST)
+    how = standing(failed, [pod(phase="Running", deleted=True)], PATIENCE)
+    assert (how.end, how.patience_s, how.then) == (None, PATIENCE.settle_s, Outcome.NODE_LOST)
 
 
 def test_of_several_containers_the_harnesss_own_counts() -> None:
@@ -319,6 +320,92 @@ def test_no_more_jobs_a_second_than_asked_for_be_it_less_than_one() -> None:
             reconciler.want(f"j{number}", 0.0)
         found = [len(reconciler.actions(tick / 4)) for tick in range(1, 4 * seconds + 1)]
         assert made <= sum(found) <= made + per_second + 1
+
+
+@pytest.mark.parametrize("status", [{"phase": "Pending"}, waiting("ErrImagePull")])
+@pytest.mark.parametrize("kind", ["jobs", "pods"])
+def test_while_the_api_server_is_away_nobodys_patience_ends(kind, status) -> None:
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.want("j", 0.0, there=True)
+    reconciler.listed("jobs", [job()], 1.0)
+    reconciler.listed("pods", [pod(**status)], 1.0)
+    assert reconciler.actions(2.0, everything=True) == []
+    reconciler.lost(kind)
+    assert reconciler.actions(1000.0, everything=True) == []
+    reconciler.listed(kind, [job()] if kind == "jobs" else [pod(**status)], 1001.0)
+    assert reconciler.actions(1002.0, everything=True) == []
+    [finish] = reconciler.actions(1200.0, everything=True)
+    assert isinstance(finish, Finish)
+    assert finish.end.outcome is Outcome.LAUNCH_FAULT
+
+
+def test_a_failed_job_waits_for_the_watch_of_pods_that_is_behind() -> None:
+    failed = job("j", "u1", {"type": "Failed", "reason": "BackoffLimitExceeded", "message": ""})
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.want("j", 0.0, there=True)
+    reconciler.listed("jobs", [job()], 1.0)
+    reconciler.listed("pods", [pod(phase="Running")], 1.0)
+    reconciler.event("jobs", "MODIFIED", failed)
+    assert reconciler.actions(2.0, everything=True) == []
+    assert reconciler.actions(100.0, everything=True) == []
+    reconciler.event("pods", "MODIFIED", pod(**ended(3, "Error", facts("exit", 3))))
+    [finish] = reconciler.actions(101.0)
+    assert isinstance(finish, Finish)
+    assert finish.end.outcome is Outcome.HARNESS_ERROR
+
+
+def test_a_job_that_is_deleted_before_its_creation_is_answered_has_ended() -> None:
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.listed("jobs", [], 1.0)
+    reconciler.listed("pods", [], 1.0)
+    reconciler.want("j", 1.0)
+    assert reconciler.actions(2.0) == [Create("j")]
+    reconciler.event("jobs", "ADDED", job())
+    reconciler.event("jobs", "DELETED", job())
+    reconciler.created("j", job(), 3.0)
+    [finish] = reconciler.actions(3.0)
+    assert isinstance(finish, Finish)
+    assert finish.end.outcome is Outcome.NODE_LOST
+
+
+def test_graders_come_first_and_in_order_also_when_they_were_refused() -> None:
+    reconciler = Reconciler(PATIENCE, 1, 100)
+    reconciler.listed("jobs", [], 1.0)
+    reconciler.listed("pods", [], 1.0)
+    reconciler.want("agent", 1.0)
+    for name in ("g1", "g2"):
+        reconciler.want(name, 1.0, urgent=True)
+    assert reconciler.actions(2.0) == [Create("g1")]
+    reconciler.refused("g1", "HTTP 403: quota", 2.0, for_good=False)
+    assert reconciler.actions(2.5) == []  # its place is kept
+    assert reconciler.actions(4.0) == [Create("g1")]
+    reconciler.release("g1")
+    reconciler.refused("g1", "HTTP 422", 4.0, for_good=True)
+    assert reconciler.actions(5.0) == [Create("g2")]
+
+
+def test_an_ordinary_start_is_not_worth_a_line_but_one_that_takes_long_is() -> None:
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.want("j", 1.0, there=True)
+    reconciler.listed("jobs", [job()], 1.0)
+    reconciler.listed("pods", [pod(phase="Pending")], 1.0)
+    assert reconciler.actions(2.0, everything=True) == []
+    assert reconciler.trouble(30.0) == ""
+    assert reconciler.trouble(70.0) == "1 x its pod is starting"
+
+
+def test_jobs_that_are_being_made_are_left_to_be_deleted() -> None:
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.listed("jobs", [], 1.0)
+    reconciler.listed("pods", [], 1.0)
+    reconciler.want("j", 1.0)
+    assert reconciler.actions(2.0) == [Create("j")]
+    reconciler.release("j")
+    assert reconciler.left == 1
+    reconciler.created("j", job(), 3.0)
+    assert reconciler.left == 1
+    reconciler.event("jobs", "DELETED", job())
+    assert reconciler.left == 0
 
 
 def test_a_pod_that_outlives_its_deleted_job_still_runs() -> None:

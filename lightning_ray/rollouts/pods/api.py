@@ -28,11 +28,12 @@ from lightning_ray.config import ConfigError
 from lightning_ray.records import Json
 from lightning_ray.rollouts.pods.reconcile import Kind
 
-# What a request may raise when the API server is away.
-OUTAGE = (urllib3.exceptions.HTTPError, OSError)
+# What a request may raise when the API server is away, or whoever renews our token.
+OUTAGE = (urllib3.exceptions.HTTPError, OSError, kubernetes.config.ConfigException)
 _GONE = 410
 _CONFLICT = 409
 _WATCH_S = 300  # the server ends a watch after so long; then another begins where it ended
+QUIET_S = 90.0  # so does one that brought nothing for so long: a bookmark comes every minute
 _READ_S = 30.0  # for any other answer
 _PAGE = 500  # objects in one answer of a list
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
@@ -155,8 +156,7 @@ class Api:
             watch=True,
             timeout_seconds=_WATCH_S,
             _preload_content=False,
-            # Longer than the server's own limit: a connection that is dead is noticed then.
-            _request_timeout=(_READ_S, _WATCH_S + _READ_S),
+            _request_timeout=(_READ_S, QUIET_S),
         )
         try:
             for line in kubernetes.watch.watch.iter_resp_lines(_checked(answer)):
@@ -176,7 +176,7 @@ class Api:
 class Follower(threading.Thread):
     """Follows the objects of a kind with these labels: `listed(objects, asked_at)` with all of them
     at first and after each gap, `event(type, object)` in between, `away(reason)` when the server
-    does not answer and `away("")` when it does again."""
+    does not answer and `away("")` when it does again. Times are those of `time.monotonic`."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Follower(threading.Thread):
         while not self._stopped.is_set():
             try:
                 if not version:
-                    asked_at = time.time()
+                    asked_at = time.monotonic()
                     objects, version = self._api.list(self._kind, self._selector)
                     self._listed(objects, asked_at)
                 self._away("")
@@ -213,7 +213,7 @@ class Follower(threading.Thread):
                 continue
             except ApiException as error:
                 problem = f"HTTP {error.status} {error.reason}"
-            except (*OUTAGE, ValueError, KeyError) as error:
+            except Exception as error:  # a thread that ends would leave the run blind
                 problem = f"{type(error).__name__}: {error}"[:200]
             # Whatever it was, a list puts it right.
             version = ""
@@ -223,17 +223,20 @@ class Follower(threading.Thread):
 
     def _watch(self, version: str) -> str:
         """The version from which to watch on; empty if there must be a new list."""
-        for event in self._api.watch(self._kind, self._selector, version):
-            if self._stopped.is_set():
-                break
-            thing = event["object"]
-            if event["type"] == "ERROR":
-                if thing.get("code") == _GONE:
-                    return ""
-                raise ApiException(thing.get("code"), thing.get("message"))
-            version = thing["metadata"]["resourceVersion"]
-            if event["type"] != "BOOKMARK":
-                self._event(event["type"], thing)
+        try:
+            for event in self._api.watch(self._kind, self._selector, version):
+                if self._stopped.is_set():
+                    break
+                thing = event["object"]
+                if event["type"] == "ERROR":
+                    if thing.get("code") == _GONE:
+                        return ""
+                    raise ApiException(thing.get("code"), thing.get("message"))
+                version = thing["metadata"]["resourceVersion"]
+                if event["type"] != "BOOKMARK":
+                    self._event(event["type"], thing)
+        except urllib3.exceptions.ReadTimeoutError:
+            pass  # quiet, or a connection that died without a word: a new one tells
         return version
 
 

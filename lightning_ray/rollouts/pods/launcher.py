@@ -165,8 +165,8 @@ class Launcher:
 
     async def gone(self, room: str, within_s: float) -> None:
         """Waits until nothing of a released room runs, `within_s` seconds at most."""
-        deadline = time.time() + within_s
-        while self._reconciler.runs(self._name(room)) and time.time() < deadline:
+        deadline = time.monotonic() + within_s
+        while self._reconciler.runs(self._name(room)) and time.monotonic() < deadline:
             await asyncio.sleep(_TICK_S / 5)
 
     async def log(self, room: str, most_bytes: int) -> bytes | None:
@@ -189,15 +189,15 @@ class Launcher:
         for problem, since in self._away.values():
             clock = time.strftime("%H:%M:%S", time.localtime(since))
             return f"the API server has not answered since {clock} ({problem})"
-        return self._reconciler.trouble(time.time())
+        return self._reconciler.trouble(time.monotonic())
 
     async def stop(self) -> None:
         """Deletes all Jobs of the run, as far as the API server lets us, and stops following."""
         for name in list(self._wanted):
             self._wanted.pop(name).end.cancel()
             self._reconciler.release(name)
-        deadline = time.time() + _STOP_S
-        while self._reconciler.left and not self._away and time.time() < deadline:
+        deadline = time.monotonic() + _STOP_S
+        while self._reconciler.left and not self._away and time.monotonic() < deadline:
             self._news.set()
             await asyncio.sleep(_TICK_S / 5)
         for follower in self._followers:
@@ -222,7 +222,7 @@ class Launcher:
             return End(Outcome.CANCELLED, "cancelled")
         end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._wanted[name] = _Wanted(job, key, self._template, end)
-        self._reconciler.want(name, time.time(), there=there, urgent=urgent)
+        self._reconciler.want(name, time.monotonic(), there=there, urgent=urgent)
         self._news.set()
         return await end
 
@@ -233,7 +233,7 @@ class Launcher:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), _TICK_S)
             self._news.clear()
-            now = time.time()
+            now = time.monotonic()
             everything = now - last >= _LOOK_S
             last = now if everything else last
             for action in self._reconciler.actions(now, everything=everything):
@@ -253,15 +253,15 @@ class Launcher:
     async def _create(self, name: str, wanted: _Wanted) -> None:
         try:
             job = await self._in_thread(lambda: self._make(wanted))
-            self._reconciler.created(name, job, time.time())
+            self._reconciler.created(name, job, time.monotonic())
         except ApiException as error:
             # A quota is a matter of waiting, and no one's fault.
             quota = error.status == 403 and "quota" in str(error.body)
             for_good = error.status in _FOR_GOOD and not quota
             problem = str(_explain(error, wanted.template))
-            self._reconciler.refused(name, problem, time.time(), for_good=for_good)
+            self._reconciler.refused(name, problem, time.monotonic(), for_good=for_good)
         except OUTAGE as error:
-            self._reconciler.refused(name, f"API server: {error}", time.time(), for_good=False)
+            self._reconciler.refused(name, f"API server: {error}", time.monotonic(), for_good=False)
         self._news.set()
 
     def _make(self, wanted: _Wanted) -> Json:
@@ -327,6 +327,7 @@ class Launcher:
             if problem:
                 since = self._away.get(kind, ("", time.time()))[1]
                 self._away[kind] = problem, since
+                self._reconciler.lost(kind)
             else:
                 self._away.pop(kind, None)
 

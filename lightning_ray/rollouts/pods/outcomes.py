@@ -38,6 +38,7 @@ _MAY_PASS = frozenset(
     }
 )
 _NEVER_PASS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
+STARTING = "its pod is starting"
 _KILLED = 128 + 9  # the exit code of a container that was sent SIGKILL
 
 
@@ -52,22 +53,26 @@ class End:
 @dataclass(frozen=True)
 class Standing:
     """How an attempt stands: it has ended, or runs, or `waits` for something; `patience_s` is how
-    long that may last."""
+    long that may last, and `then` what it means if it does."""
 
     end: End | None = None
     running: bool = False
     waits: str = ""
     patience_s: float | None = None
+    then: Outcome = Outcome.LAUNCH_FAULT
 
 
 @dataclass(frozen=True)
 class Patience:
     """Seconds: for a pod to be scheduled and started; for a reason that may pass; for the Job to
-    say why its pod is gone."""
+    say why its pod is gone; for the pod's own words when its Job has failed."""
 
     start_s: float
     fault_s: float
     settle_s: float = 5.0  # the Job's controller writes both within a second
+    # They are written already; the watch that brings them may be a connection that died, which is
+    # noticed after `api.QUIET_S`.
+    words_s: float = 200.0
 
 
 def standing(job: Json | None, pods: Sequence[Json], patience: Patience) -> Standing:
@@ -87,12 +92,10 @@ def standing(job: Json | None, pods: Sequence[Json], patience: Patience) -> Stan
         if pod is not None and any("waiting" not in c.get("state", {}) for c in _containers(pod)):
             return _ended(Outcome.NODE_LOST, "its pod ran past the deadline of its Job")
         return _ended(Outcome.LAUNCH_FAULT, "its pod had not started by the deadline of its Job")
-    if failed and pod is not None:
-        # The pod's own words are on their way.
-        return Standing(waits="its Job failed", patience_s=patience.settle_s)
-    if failed:
+    if failed and not (pod and pod["metadata"].get("deletionTimestamp")):
         reason = f"{failed.get('reason')}: {failed.get('message')}"
-        return _ended(Outcome.NODE_LOST, f"its Job failed, {reason}")
+        then = Outcome.NODE_LOST if pod is None else Outcome.LAUNCH_FAULT
+        return Standing(None, False, f"its Job failed, {reason}", patience.words_s, then)
     if _condition(job, "Complete"):
         return _ended(Outcome.COMPLETED, "its Job is complete")
     if pod is None:
@@ -109,7 +112,8 @@ def finished(job: Json) -> bool:
 def _standing_of_pod(pod: Json, patience: Patience) -> Standing:
     status = pod.get("status", {})
     if pod["metadata"].get("deletionTimestamp"):
-        return Standing(waits="its pod is being deleted", patience_s=patience.settle_s)
+        lost = Outcome.NODE_LOST
+        return Standing(None, False, "its pod is being deleted", patience.settle_s, lost)
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         reason = waiting.get("reason", "")
@@ -126,7 +130,7 @@ def _standing_of_pod(pod: Json, patience: Patience) -> Standing:
     if scheduled:
         waits = f"{scheduled.get('reason', 'Unschedulable')}: {scheduled.get('message', '')}"
         return Standing(waits=waits, patience_s=patience.start_s)
-    return Standing(waits="its pod is starting", patience_s=patience.start_s)
+    return Standing(waits=STARTING, patience_s=patience.start_s)
 
 
 def _end_of_pod(pod: Json) -> End | None:

@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import Literal
 
 from lightning_ray.records import Json, Outcome
-from lightning_ray.rollouts.pods.outcomes import End, Patience, finished, standing
+from lightning_ray.rollouts.pods.outcomes import STARTING, End, Patience, finished, standing
 
 Kind = Literal["jobs", "pods"]
 
@@ -28,6 +28,7 @@ JOB_LABEL = "job-name"  # of every pod that belongs to a Job; old and new server
 _AGAIN_S = 1.0  # a refused creation is tried again after so long, then twice as long, ...
 _MOST_AGAIN_S = 30.0  # ... and so long at most
 _MOMENT_S = 5.0  # what takes no longer is not worth a line
+_START_S = 60.0  # nor is an ordinary start, with the pull of an image
 _LINGER_S = 60.0  # a pod that is not gone by then is on a lost node: others need not wait for it
 
 
@@ -68,7 +69,9 @@ class _Wish:
     since: float  # when the phase began, or what it waits for changed
     waits: str = ""
     patience_s: float | None = None
+    urgent: bool = False
     holds: bool = False  # counts as open: its Job is there, or may be
+    gone: str = ""  # the uid of its Job, if that was deleted before we were told of its creation
     tries: int = 0
     not_before: float = 0.0
 
@@ -90,7 +93,8 @@ class Reconciler:
     def __init__(self, patience: Patience, most: int, per_second: float) -> None:
         self._patience, self._most, self._per_second = patience, most, per_second
         self._wishes: dict[str, _Wish] = {}
-        self._waiting: dict[str, None] = {}  # wished, in order
+        self._urgent: dict[str, None] = {}  # wished, in order
+        self._waiting: dict[str, None] = {}  # after those
         self._seen: dict[str, _Seen] = {}
         self._kept: set[str] = set()
         self._synced: set[Kind] = set()
@@ -105,15 +109,14 @@ class Reconciler:
     def want(self, name: str, now: float, *, there: bool = False, urgent: bool = False) -> None:
         """Wishes a Job; one that is `there` already is taken over, not created; one that is
         `urgent` is created before those that wait."""
-        self._wishes[name] = _Wish(Phase.THERE if there else Phase.WISHED, now, holds=there)
+        phase = Phase.THERE if there else Phase.WISHED
+        self._wishes[name] = _Wish(phase, now, urgent=urgent, holds=there)
         self._going.pop(name, None)
         if there:
             self._open += 1
             self._changed.add(name)
-        elif urgent:
-            self._waiting = {name: None, **self._waiting}
         else:
-            self._waiting[name] = None
+            (self._urgent if urgent else self._waiting)[name] = None
 
     def release(self, name: str) -> None:
         """Nobody wishes this Job any more."""
@@ -121,6 +124,7 @@ class Reconciler:
         if wish:
             self._leave(name, wish)
         self._waiting.pop(name, None)
+        self._urgent.pop(name, None)
         self._changed.add(name)
 
     def forget(self, name: str) -> None:
@@ -146,8 +150,16 @@ class Reconciler:
                 self.event(kind, "DELETED", old)
         for new in there.values():
             self.event(kind, "MODIFIED", new)
+        if kind not in self._synced:
+            # Nobody saw what happened meanwhile, so whatever waits begins to wait now.
+            for wish in self._wishes.values():
+                wish.since = max(wish.since, asked_at)
         self._synced.add(kind)
         self._changed.update(self._wishes)
+
+    def lost(self, kind: Kind) -> None:
+        """Nobody sees any more what happens: nothing is decided until the next list."""
+        self._synced.discard(kind)
 
     def event(self, kind: Kind, type: str, thing: Json) -> None:
         """A watch event: ADDED, MODIFIED or DELETED."""
@@ -166,6 +178,8 @@ class Reconciler:
             seen.job, seen.deleting = thing, "deletionTimestamp" in metadata
         elif seen.job and seen.job["metadata"]["uid"] == uid:
             self._kept.discard(name)
+            if (wish := self._wishes.get(name)) and wish.phase is Phase.CREATING:
+                wish.gone = uid
             seen.job = None  # its pods may outlive it, and `runs` is asked for them
         self._changed.add(name)
 
@@ -176,7 +190,8 @@ class Reconciler:
         if wish and wish.phase is Phase.CREATING:
             wish.phase, wish.since = Phase.THERE, now
         seen = self._seen.setdefault(name, _Seen())
-        seen.job, seen.since = seen.job or job, now
+        if not (wish and wish.gone == job["metadata"]["uid"]):
+            seen.job, seen.since = seen.job or job, now
         self._changed.add(name)
 
     def refused(self, name: str, problem: str, now: float, *, for_good: bool) -> None:
@@ -196,7 +211,10 @@ class Reconciler:
             wish.phase, wish.tries = Phase.WISHED, wish.tries + 1
             pause = min(_AGAIN_S * 2 ** (wish.tries - 1), _MOST_AGAIN_S)
             wish.not_before = now + pause
-            self._waiting[name] = None
+            if wish.urgent:
+                self._urgent = {name: None, **self._urgent}
+            else:
+                self._waiting = {name: None, **self._waiting}
 
     # -- what is to be done ---------------------------------------------------------------------
 
@@ -236,9 +254,7 @@ class Reconciler:
         wish.waits = how.waits
         end = how.end
         if end is None and how.patience_s is not None and now > wish.since + how.patience_s:
-            end = End(Outcome.LAUNCH_FAULT, f"{how.waits} (for {how.patience_s:g} s)")
-            if any("deletionTimestamp" in pod["metadata"] for pod in pods):
-                end = End(Outcome.NODE_LOST, "its pod was deleted")
+            end = End(how.then, f"{how.waits} (for {how.patience_s:g} s)")
         if end is None:
             return []
         self._leave(name, wish)
@@ -259,14 +275,14 @@ class Reconciler:
                 del self._going[name]
                 self._creating.discard(name)
         found: list[Action] = []
-        for name in list(self._waiting):
+        for name in [*self._urgent, *self._waiting]:
             wish = self._wishes[name]
             if self._tokens < 1:
                 break
             full = self._open + len(self._going) >= self._most
             if wish.not_before > now or (full and not wish.holds):
                 continue
-            del self._waiting[name]
+            del (self._urgent if wish.urgent else self._waiting)[name]
             wish.phase, wish.since = Phase.CREATING, now
             self._open += not wish.holds
             wish.holds = True
@@ -297,7 +313,7 @@ class Reconciler:
         waits = Counter(
             wish.waits
             for wish in self._wishes.values()
-            if wish.waits and now > wish.since + _MOMENT_S
+            if wish.waits and now > wish.since + (_START_S if wish.waits == STARTING else _MOMENT_S)
         )
         return "; ".join(f"{count} x {what[:200]}" for what, count in waits.most_common(2))
 
@@ -321,10 +337,10 @@ class Reconciler:
 
     @property
     def left(self) -> int:
-        """How many Jobs are there that shall not stay, those that are being deleted included."""
-        return sum(
-            seen.job is not None and name not in self._kept for name, seen in self._seen.items()
-        )
+        """How many Jobs are there, or may be, that shall not stay, those that are being deleted
+        included."""
+        there = {n for n, seen in self._seen.items() if seen.job and n not in self._kept}
+        return len(there | self._creating)
 
     @property
     def present(self) -> list[Json]:
