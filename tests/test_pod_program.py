@@ -267,8 +267,8 @@ def test_a_result_waits_while_the_proxy_has_no_gateway(depot, tmp_path) -> None:
 
 @boxed
 def test_an_orphan_that_keeps_talking_does_not_make_its_program_late(depot, tmp_path) -> None:
-    chatter = "import time\nwhile True: print('x', flush=True); time.sleep(0.02)"
-    script = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {chatter!r}])"
+    chatter = "while :; do echo x; sleep 0.02; done"
+    script = f"import subprocess, time; subprocess.Popen(['sh', '-c', {chatter!r}]); time.sleep(1)"
     began = time.monotonic()
     end = run(depot, tmp_path, harness(script, timeout_s=8))
     assert end.outcome is Outcome.COMPLETED, end
