@@ -90,15 +90,23 @@ def depot() -> Iterator[Depot]:
     server.server_close()
 
 
-def run(depot: Depot, folder: Path, files: dict[str, bytes]) -> End:
+def run(depot: Depot, folder: Path, files: dict[str, bytes], *, full: bool = False) -> End:
     """Runs an order to its end, with `folder` in the place of the pod's volume; how it ended, as a
-    kubelet would tell it."""
-    log = folder / "termination-log"
+    kubelet would tell it. A `full` node has no space for a termination message."""
+    log = Path("/dev/full") if full else folder / "termination-log"
     log.touch()
     depot.files = {**files, "order": files["order"].replace(b'"/lightning', f'"{folder}'.encode())}
     box = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--unshare-pid"]
     box += ["--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--bind", folder, folder]
-    box += ["--bind", log, entry.TERMINATION_LOG, sys.executable, "-I", "-c", manifest.BOOTSTRAP]
+    box += [
+        "--dev-bind",
+        log,
+        entry.TERMINATION_LOG,
+        sys.executable,
+        "-I",
+        "-c",
+        manifest.BOOTSTRAP,
+    ]
     told = {"URL": f"http://127.0.0.1:{depot.port}/rollout/r", "KEY": "key", "POD": "p"}
     env = {
         **os.environ,
@@ -109,7 +117,8 @@ def run(depot: Depot, folder: Path, files: dict[str, bytes]) -> End:
         box, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
     )
     code = done.returncode if done.returncode >= 0 else 128 - done.returncode
-    message = log.read_text() or (done.stdout.decode()[-2048:] if code else "")
+    written = "" if full else log.read_text()
+    message = written or (done.stdout.decode()[-2048:] if code else "")
     state = {"exitCode": code, "reason": "Error" if code else "Completed", "message": message}
     pod = {
         "metadata": {"uid": "p"},
@@ -245,6 +254,14 @@ def test_a_forged_message_counts_for_nothing(depot, tmp_path, status) -> None:
     end = run(depot, tmp_path, harness(FORGER + f"sys.exit({status})"))
     assert f"exit status {status} after" in end.detail
     assert end.outcome is (Outcome.HARNESS_ERROR if status else Outcome.COMPLETED)
+
+
+@boxed
+def test_on_a_full_node_the_end_of_the_output_counts_for_nothing(depot, tmp_path) -> None:
+    forged = json.dumps({"ended_by": "not_started", "status": None, "error": "", "seconds": 1})
+    script = f"import sys; print(' ' * 4000 + {forged!r}); sys.exit(3)"
+    end = run(depot, tmp_path, harness(script), full=True)
+    assert end.outcome is Outcome.HARNESS_ERROR, end
 
 
 @boxed

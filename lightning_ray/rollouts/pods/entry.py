@@ -81,12 +81,15 @@ def main(order: Order, request: Request, key: str) -> NoReturn:
     told["seconds"] = time.monotonic() - started
     told["unguarded"] = unguarded
     text = json.dumps(told, ensure_ascii=False).encode(errors="replace")
-    with contextlib.suppress(OSError):
-        os.ftruncate(log, 0)
-        os.pwrite(log, text, 0)
     status = facts.get("status")
     # Above that is what a signal makes of us.
-    os._exit(status if isinstance(status, int) and 0 <= status < 128 else 1)
+    code = status if isinstance(status, int) and 0 <= status < 128 else 1
+    try:
+        os.ftruncate(log, 0)
+        os.pwrite(log, text, 0)
+    except OSError:  # no space: what stands in its place is the program's
+        code = code and 255
+    os._exit(code)
 
 
 # -- a harness ------------------------------------------------------------------------------------

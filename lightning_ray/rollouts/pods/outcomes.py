@@ -40,9 +40,9 @@ _MAY_PASS = frozenset(
 )
 _NEVER_PASS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
 STARTING = "its pod is starting"
-# Exit codes above are of a signal. `entry.py` has none of them: it was ended, and did not write the
-# message.
-_SIGNALLED = 128
+# Exit codes above are of a signal: `entry.py` was ended, and did not write the message; 255 is its
+# own, where it could not write it.
+_SIGNALLED, _NO_MESSAGE = 128, 255
 # Why a container ended, where the node knows no more than the exit code. Other reasons
 # (ContainerStatusUnknown, Unknown) say that the node lost sight of it.
 _BY_ITSELF = frozenset({"", "Error", "Completed"})
@@ -187,6 +187,8 @@ def _end_of_container(ended: Json, deleted: bool) -> End:
         # left). Nobody can tell these apart, and a rollout that could be undone by whoever is about
         # to lose it is worse than one that is judged as it stands.
         said = f"its first process was ended by signal {number}, and no node says that it did that"
+        if code == _NO_MESSAGE:
+            said = "there was no space for its termination message"
         return End(Outcome.HARNESS_ERROR, said)
     try:
         facts = json.loads(message)
