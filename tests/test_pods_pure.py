@@ -74,7 +74,16 @@ OWN_DISK = "Usage of EmptyDir volume lightning exceeds the limit 4Gi."
         (ended(1, "Error", facts("disk")), Outcome.OUTPUT_LIMIT),
         (ended(1, "Error", facts("not_started")), Outcome.LAUNCH_FAULT),
         (ended(137, "OOMKilled"), Outcome.OUT_OF_MEMORY),
-        (ended(137, "Error"), Outcome.NODE_LOST),
+        # Nobody says that he did it: then it was the harness, whatever the message says.
+        (ended(137, "Error"), Outcome.HARNESS_ERROR),
+        (ended(137, "Error", facts("exit", 0)), Outcome.HARNESS_ERROR),
+        (ended(137, "Error", facts("not_started")), Outcome.HARNESS_ERROR),
+        (ended(152, "Error", facts("not_started")), Outcome.HARNESS_ERROR),
+        (ended(137, "ContainerStatusUnknown"), Outcome.NODE_LOST),
+        (ended(137, "Error") | {"deleted": True}, Outcome.NODE_LOST),
+        (ended(137, "Error") | {"conditions": [TAKEN]}, Outcome.NODE_LOST),
+        (ended(137, "Error") | {"reason": "Evicted", "message": "low"}, Outcome.NODE_LOST),
+        (ended(0, "Completed", facts("exit", 0)) | {"deleted": True}, Outcome.COMPLETED),
         (ended(1, "Error", "gateway http://g, order: HTTP 401"), Outcome.LAUNCH_FAULT),
         (ended(128, "StartError", "exec: python3: not found"), Outcome.LAUNCH_FAULT),
         ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, Outcome.NODE_LOST),
@@ -110,6 +119,13 @@ def test_what_may_pass_is_waited_for_and_said(status, waits, patience) -> None:
     assert how.end is None
     assert how.waits.startswith(waits)
     assert how.patience_s == patience
+
+
+def test_what_does_not_guard_the_first_process_is_said() -> None:
+    told = json.dumps({**json.loads(facts("exit", 0)), "unguarded": "seccomp: not here"})
+    end = standing(job(), [pod(**ended(0, "Completed", told))], PATIENCE).end
+    assert end is not None
+    assert "unguarded: seccomp: not here" in end.detail
 
 
 def test_a_jobs_deadline_is_the_infrastructures() -> None:

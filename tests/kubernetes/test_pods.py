@@ -4,6 +4,7 @@ says what it is told, and a shell script as harness."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import support
@@ -497,6 +499,34 @@ def test_a_pod_that_grades_and_is_lost_is_no_verdict(site) -> None:
     ended = here.results(1)[spec.rollout_id]
     assert ended.reward is not None and ended.reward.solved, ended
     assert here.calls(spec) == 1
+
+
+def test_a_pod_that_is_killed_and_nobody_says_so_is_judged(site) -> None:
+    """As an agent, or code under test, would be that found a way to do it."""
+    here = site("task.grader=sleepy_rooms:grade")
+    [spec] = here.submit("sleep")
+    here.cluster.until(lambda: here.calls(spec))
+    killed: set[str] = set()
+
+    def kill() -> bool:
+        """Kills each pod once; true when all three were: the agent's and two that grade."""
+        running = {p.metadata.uid for p in here.pods() if p.status.phase == "Running"}
+        for process in psutil.process_iter(["name", "cmdline"]):
+            named = {
+                u for u in running - killed if any(u in a for a in process.info["cmdline"] or ())
+            }
+            if process.info["name"] == "bwrap" and named:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        killed.update(running)
+        return len(killed) == 3
+
+    here.cluster.until(kill)
+    ended = here.results(1)[spec.rollout_id]
+    assert ended.outcome is Outcome.HARNESS_ERROR, ended
+    assert "no node says that it did that" in ended.detail
+    assert ended.reward is not None and not ended.reward.solved, ended
+    assert ended.reward.metrics == {"overran": 2.0}
 
 
 # -- repository tasks ------------------------------------------------------------------------------
