@@ -25,6 +25,7 @@ from lightning_ray.tasks.swe.workspace import (
     MAX_FILE_BYTES,
     MAX_FILES,
     MAX_REFUSED,
+    acceptable,
     collect,
     prepare,
     write_files,
@@ -167,6 +168,10 @@ def test_a_workspace_in_use_is_refused(tmp_path):
         "pkg/conftest.py",
         "evil.pth",
         "sitecustomize.py",
+        "sitecustomize/__init__.py",
+        "usercustomize/deep/x.py",
+        "conftest/__init__.py",
+        "conftest.cpython-311-x86_64-linux-gnu.so",
         "pyproject.toml",
         "setup.cfg",
         "tox.ini",
@@ -175,11 +180,44 @@ def test_a_workspace_in_use_is_refused(tmp_path):
 )
 def test_files_that_decide_how_tests_run_are_refused_and_listed(tmp_path, path):
     prepare(TASK, tmp_path)
-    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).parent.mkdir(exist_ok=True, parents=True)
     (tmp_path / path).write_text("changed")
     found = collect(TASK, tmp_path)
     assert found["files"] == {}
     assert found["refused"] == [{"path": path, "reason": "decides how tests run"}]
+
+
+@pytest.mark.parametrize(
+    "path", [".git/config", "a/.git", "pkg/__pycache__/x.py", ".pytest_cache/x", "conftest/x.py"]
+)
+def test_what_collect_does_not_look_at_nobody_can_hand_in(path):
+    assert not acceptable(path)
+    assert acceptable("pkg/confused.py") and acceptable("pkg/git/config")
+
+
+def test_what_nobody_looks_at_is_not_deleted(tmp_path):
+    task = replace(TASK, fields={"files": {"__pycache__/kept.py": "x", "a.py": "x"}})
+    prepare(task, tmp_path)
+    assert collect(task, tmp_path)["files"] == {}
+
+
+def test_modes_and_refusals_crowd_no_repair_out(tmp_path):
+    names = [f"pkg/f{number:03d}.py" for number in range(3 * MAX_REFUSED)]
+    tests = [f"tests/test_{number:03d}.py" for number in range(2 * MAX_REFUSED)]
+    task = replace(TASK, fields={"files": dict.fromkeys([*names, *tests, "z.py"], "x\n")})
+    prepare(task, tmp_path)
+    for name in (*names, *tests):
+        (tmp_path / name).chmod(0o755)
+    for name in tests:
+        (tmp_path / name).write_text("reformatted\n")
+    (tmp_path / "z.py").write_text("mended\n")
+    (tmp_path / "z_new.py").write_text("new\n")
+    found = collect(task, tmp_path)
+    assert found["files"] == {"z.py": "mended\n", "z_new.py": "new\n"}
+    *listed, last = found["refused"]
+    assert {entry["reason"] for entry in listed} == {"decides how tests run"}  # modes come last
+    assert len(listed) == MAX_REFUSED
+    assert last["reason"].startswith(f"{4 * MAX_REFUSED} more")
 
 
 def test_a_deleted_test_is_listed_and_not_a_change(tmp_path):
