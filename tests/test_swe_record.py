@@ -149,3 +149,60 @@ def test_a_reversed_diff_undoes_what_git_did(tmp_path: Path):
 def test_what_is_no_text_diff_is_refused(text):
     with pytest.raises(patches.PatchError):
         patches.files(text)
+
+
+MOVED = "diff --git a/{0} b/{1}\nsimilarity index 100%\n{2} from {0}\n{2} to {1}\n"
+QUOTED = '"{}/t\\303\\251 \\"q\\"\\\\\\t.py"'
+ODD = 't\u00e9 "q"\\\t.py'
+
+
+@pytest.mark.parametrize(
+    ("diff", "paths"),
+    [
+        (MOVED.format("tests/old.py", "tests/new.py", "rename"), {"tests/old.py", "tests/new.py"}),
+        (MOVED.format("a b.py", "c b/d.py", "copy"), {"a b.py", "c b/d.py"}),
+        (f"diff --git {QUOTED.format('a')} {QUOTED.format('b')}\nold mode 100644\n", {ODD}),
+        (f"--- {QUOTED.format('a')}\n+++ {QUOTED.format('b')}\n@@ -1 +1 @@\n-a\n+b\n", {ODD}),
+        ("diff --git a/x b/y\nBinary files a/x and b/y differ\n", {"x", "y"}),
+        ("diff --git a/x y.py b/x y.py\nnew file mode 100644\nindex 0..0\n", {"x y.py"}),
+        ("--- a/x y.py\t2020\n+++ b/x y.py\t2020\n@@ -1 +1 @@\n-a\n+b\n", {"x y.py"}),
+        ("--- /dev/null\n+++ b/new.py\r\n@@ -0,0 +1 @@\n+b\n", {"new.py"}),
+        ("--- old.py\n+++ old.py\n@@ -1 +1 @@\n-a\n+b\n", {"old.py"}),
+    ],
+)
+def test_every_path_that_a_diff_touches_is_found(diff, paths):
+    assert paths <= patches.touched(diff)
+    assert not {path for path in patches.touched(diff) if path.startswith(('"', "a/"))}
+
+
+def test_git_says_of_any_change_what_it_touches(tmp_path: Path):
+    def git(*argv: str) -> str:
+        who = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        done = subprocess.run(["git", *who, *argv], cwd=tmp_path, check=True, capture_output=True)
+        return done.stdout.decode()
+
+    git("init", "-q")
+    before = {
+        "moved.py": "m\n" * 9,
+        "copied b/x.py": "c\n" * 9,
+        ODD: "o\n",
+        "gone": "",
+        "kept": "k",
+    }
+    after = {"t/m\u00e9.py": before["moved.py"], "two b/y.py": before["copied b/x.py"]}
+    after |= {
+        "copied b/x.py": "other\n" + before["copied b/x.py"],
+        ODD: "p\n",
+        "kept": "k",
+        "n": "",
+    }
+    for files in (before, after):
+        git("rm", "-rfq", "--ignore-unmatch", ".")
+        for path, text in files.items():
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_text(text)
+        git("add", "-A")
+        git("commit", "-qm", "x")
+    diff = git("diff", "-M", "-C", "--find-copies-harder", "HEAD~1", "HEAD")
+    assert "rename from" in diff and "copy from" in diff
+    assert {"moved.py", "gone", "n", ODD, *after} - {"kept"} <= patches.touched(diff)
