@@ -277,6 +277,20 @@ def test_rewards_are_shaped_for_solved_training_rollouts_only():
     assert [value(j, validation) for j in (solved, half, tampered)] == [1.0, 0.0, 0.0]
 
 
+def test_who_only_seems_to_have_solved_it_has_no_partial_credit():
+    """Whatever the order of the runs: all was said to pass as it is, and something then was not."""
+    record, shaping = SMALL[0], family.Shaping(partial_credit=0.5)
+    passing = len(offline.suite(record, "python3").pass_to_pass)
+    forged = Judgement(Verdict.UNSOLVED, (), len(record.fail_to_pass), passing, runs=3)
+    broken = replace(forged, pass_to_pass=passing - 1)
+    assert family.shaped(forged, record, EPISODE, shaping) == 0.0
+    assert family.shaped(broken, record, EPISODE, shaping) == 0.5
+    in_image = record.model_copy(update={"package": ""})
+    assert family.shaped(broken, in_image, EPISODE, shaping) == 0.5
+    seemed = replace(broken, looked_solved=True)
+    assert family.shaped(seemed, in_image, EPISODE, shaping) == 0.0
+
+
 def test_a_room_in_which_the_bug_passes_is_a_fault_and_no_verdict():
     tree = {"a.py": b"x = 1", "test_a.py": b"import a\ndef test_a():\n    assert a.x == 1"}
     python = str(sources.environment() / "bin" / "python")

@@ -57,7 +57,8 @@ class Shaping(BaseModel):
     prompt_penalty: float = Field(0.0, ge=0, le=1)  # per 1,000 tokens of the longest prompt ...
     free_prompt_tokens: int = Field(0, ge=0)  # ... beyond these
     least_solved: float = Field(0.1, gt=0, le=1)  # a solved rollout stays better than any other
-    partial_credit: float = Field(0.0, ge=0, lt=1)  # of an unsolved one whose tests all pass
+    # Times the share of failing tests that pass, for an unsolved rollout that never looked solved.
+    partial_credit: float = Field(0.0, ge=0, lt=1)
 
 
 class Options(Shaping):
@@ -291,6 +292,8 @@ def shaped(
     solved = judgement.verdict is Verdict.SOLVED
     if episode.split is Split.VALIDATION or judgement.verdict is Verdict.TAMPERED:
         return float(solved)
+    if not solved and _looked_solved(judgement, record):
+        return 0.0
     if not solved:
         share = judgement.fail_to_pass / max(len(record.fail_to_pass), 1)
         return shaping.partial_credit * share
@@ -298,6 +301,15 @@ def shaped(
     tokens = max(episode.prompt_tokens - shaping.free_prompt_tokens, 0)
     penalty = turns * shaping.turn_penalty + tokens / 1000 * shaping.prompt_penalty
     return max(1.0 - penalty, shaping.least_solved)
+
+
+def _looked_solved(judgement: Judgement, record: RepositoryTask) -> bool:
+    """Whether every expected test of the suite as it is passed. Of an unsolved rollout: a repair
+    does that and goes on to pass, so somebody said so of what is none."""
+    if not record.package:
+        return judgement.looked_solved
+    expected = offline.suite(record, "python3").expected
+    return judgement.fail_to_pass + judgement.pass_to_pass == len(expected)
 
 
 def protection(record: RepositoryTask) -> Protection:
