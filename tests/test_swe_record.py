@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,9 @@ BENCH = {
     "PASS_TO_PASS": "[]",
     "environment_setup_commit": "",
     "image": "",
+    "log_parser": "parse_log_flask",
+    "eval_type": "fail_only",
+    "eval_script": "#!/bin/bash\nmake test\n",
 }
 
 
@@ -57,6 +61,43 @@ def test_a_swe_smith_row_comes_back_as_it_was():
 
 def test_a_swe_bench_row_comes_back_as_it_was():
     assert RepositoryTask.from_row(BENCH).to_bench() == BENCH
+
+
+@pytest.mark.parametrize("row", [SMITH, BENCH])
+def test_a_row_for_swebench_5_says_how_its_tests_are_run_and_read(row):
+    row = {key: row[key] for key in row if not key.startswith(("eval_", "log_"))}
+    made = RepositoryTask.from_row(row).to_bench()
+    needed = (
+        "instance_id image repo version base_commit FAIL_TO_PASS PASS_TO_PASS"  # make_test_spec
+    )
+    assert {*needed.split(), "log_parser", "eval_type", "eval_script"} <= made.keys()
+    assert (made["log_parser"], made["eval_type"]) == ("parse_log_pytest_v2", "pass_and_fail")
+    lines = made["eval_script"].splitlines()
+    assert lines[:2] == ["#!/bin/bash", "set -uxo pipefail"]
+    begins, ends = (lines.index(f": '>>>>> {which} Test Output'") for which in ("Start", "End"))
+    assert lines[begins + 1 : ends] == ["python -m pytest -rA tests/test_a.py"]
+
+
+def test_the_script_of_a_row_runs_the_hidden_tests_and_puts_everything_back(tmp_path: Path):
+    def git(*argv: str) -> str:
+        who = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        done = subprocess.run(["git", *who, *argv], cwd=tmp_path, check=True, capture_output=True)
+        return done.stdout.decode()
+
+    test = tmp_path / "test_it's.py"
+    test.write_text("def test_y():\n    assert 1 == 1\n")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "x")
+    test.write_text(test.read_text().replace("1 == 1", "2 == 2  # the hidden one"))
+    row = BENCH | {"test_patch": git("diff"), "base_commit": git("rev-parse", "HEAD").strip()}
+    row |= {"FAIL_TO_PASS": [f"{test.name}::test_y"], "eval_script": ""}
+    script = str(RepositoryTask.from_row(row).to_bench()["eval_script"])
+    script = script.replace("cd /testbed", f"cd {tmp_path}")
+    script = script.replace("python -m pytest", f"{sys.executable} -m pytest -p no:cacheprovider")
+    found = subprocess.run(["bash"], input=script, text=True, capture_output=True, check=True)
+    assert f"PASSED {test.name}::test_y" in found.stdout
+    assert "Applied patch" in found.stderr and git("status", "--porcelain", "-uno") == ""
 
 
 def test_a_row_of_swe_bench_verified_has_its_public_image():

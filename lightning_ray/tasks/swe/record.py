@@ -14,6 +14,7 @@ SWE-bench test patch is left in a task's fields beyond what grading needs.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any
@@ -76,6 +77,10 @@ class RepositoryTask(BaseModel):
     hints_text: Text = ""
     created_at: Text = ""
     environment_setup_commit: Text = ""
+    # How swebench 5 runs and reads the tests; made from the record where a row does not say.
+    log_parser: Text = ""
+    eval_type: Text = ""
+    eval_script: Text = ""
     # Ours, for tasks made from a package's source distribution.
     strategy: Text = ""  # what made the bug
     package: Text = ""  # its name in the manifest of sources
@@ -147,7 +152,8 @@ class RepositoryTask(BaseModel):
         return theirs | {k: v for k, v in ours.items() if k not in shown}
 
     def to_bench(self) -> Json:
-        """SWE-bench's columns (test ids as JSON in a string), with its newer `image`."""
+        """SWE-bench's columns (test ids as JSON in a string), with its newer `image` and those by
+        which swebench 5 runs and reads the tests."""
         return {
             "repo": self.repo,
             "instance_id": self.instance_id,
@@ -162,6 +168,9 @@ class RepositoryTask(BaseModel):
             "PASS_TO_PASS": json.dumps(list(self.pass_to_pass)),
             "environment_setup_commit": self.environment_setup_commit,
             "image": self.image_name,
+            "log_parser": self.log_parser or LOG_PARSER,
+            "eval_type": self.eval_type or EVAL_TYPE,
+            "eval_script": self.eval_script or evaluation_script(self),
         }
 
     def to_task(self) -> Task:
@@ -169,7 +178,8 @@ class RepositoryTask(BaseModel):
         processes (`prepare` lays the broken tree out, the grader runs the tests). Hints are left
         out, since nobody needs them there, and so is SWE-bench's gold patch of a package, whose
         tests have been measured."""
-        hidden = {"instance_id", "problem_statement", "hints_text"}
+        hidden = {"instance_id", "problem_statement", "hints_text", "log_parser", "eval_type"}
+        hidden |= {"eval_script"}
         if self.format is Format.SWE_BENCH and self.package:
             hidden |= {"patch"}
         return Task(
@@ -201,6 +211,35 @@ def bench_image(instance_id: str) -> str:
     name it. A registry's names are in lower case and have no `__` (swebench, `TestSpec`)."""
     name = instance_id.lower().replace("__", "_1776_")
     return f"swebench/sweb.eval.x86_64.{name}:latest"
+
+
+# Of swebench 5: reads the lines of `pytest -rA`; every test is to have its outcome.
+LOG_PARSER, EVAL_TYPE = "parse_log_pytest_v2", "pass_and_fail"
+_HEREDOC = "END_OF_THE_TEST_PATCH"  # no line of a diff begins like this
+
+
+def evaluation_script(record: RepositoryTask) -> str:
+    """What swebench 5 runs in an instance's container once the model's patch is applied: the hidden
+    tests as they were, the tests' output between its markers, everything put back."""
+    ids = [*record.fail_to_pass, *record.pass_to_pass]
+    files = shlex.join(sorted({test.partition("::")[0] for test in ids}))
+    changed = shlex.join(sorted(patches.touched(record.test_patch)))
+    back = [f"git checkout {record.base_commit or 'HEAD'} -- {changed}"] if changed else []
+    applied = [f"git apply -v - <<'{_HEREDOC}'", record.test_patch.rstrip("\n"), _HEREDOC]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "set -uxo pipefail",
+            "cd /testbed",
+            *back,
+            *(applied if record.test_patch else []),
+            ": '>>>>> Start Test Output'",
+            f"{record.test_cmd} -rA" if record.test_cmd else f"python -m pytest -rA {files}",
+            ": '>>>>> End Test Output'",
+            *back,
+            "",
+        ]
+    )
 
 
 def addressable(test: str) -> bool:
