@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from lightning_ray import canary
 from lightning_ray.records import Outcome, Reward, Split, Task
 from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode, RoomReport
@@ -434,7 +435,10 @@ def test_nothing_that_a_run_is_told_sets_the_right_tests_apart():
         tests = list(exam.order["tests"].items())
         assert len({text for _, text in tests}) == 1 + embedded.TWINS
         assert len({len(path) for path, _ in tests}) == 1
-        original = [text in TASK.fields["hidden_tests"].values() for _, text in tests]
+        [hidden] = TASK.fields["hidden_tests"].values()
+        original = [text.startswith(hidden) for _, text in tests]
+        [last] = {text.splitlines()[-1] for _, text in tests}
+        assert canary.seen(last)
         assert original.count(True) == 1
         places.append(original.index(True))
     assert max(map(places.count, places)) < 40  # 12.5 of each place are expected
@@ -558,6 +562,18 @@ def test_code_under_test_reaches_nothing_but_its_folder(monkeypatch, tmp_path):
                 with monkeypatch.context() as bare:
                     bare.setattr(sandbox, "prefix", lambda *_: [])
                     assert run_hidden_tests(TASK, source).verdict is Verdict.FAILED, name
+
+
+def test_who_saw_a_hidden_test_has_no_reward():
+    plain = replace(TASK, fields={k: v for k, v in TASK.fields.items() if k != "twins"})
+    order = grading.plan(plain, {})
+    assert order is not None
+    [told] = json.loads(order.say)["tests"].values()
+    [path] = TASK.fields["hidden_tests"]
+    for leaked in (told, order.files[path]):  # what the process hears, and what is on its disk
+        with pytest.raises(GradingError, match="call 1 of attempt a holds a canary"):
+            reward(fix(TASK), "well", f"I read this: {leaked}")
+    assert run_hidden_tests(plain, fix(plain)).verdict is Verdict.PASSED
 
 
 def test_a_grader_that_cannot_work_gives_no_reward(monkeypatch, tmp_path):

@@ -245,6 +245,21 @@ def test_an_interpreter_without_pytest_is_a_fault_and_no_verdict(monkeypatch, tm
         cleanroom.run(offline.graded_tree(SMALL[0]), suite)
 
 
+def test_files_with_hidden_tests_and_stored_patches_hold_a_canary_that_changes_nothing():
+    for record in SMALL:
+        plain, graded = offline.graded_tree(record), family.graded_tree(record)
+        changed = {path for path in plain if plain[path] != graded[path]}
+        assert changed == {test.partition("::")[0] for test in record.fail_to_pass}
+        for path in changed:
+            assert graded[path].startswith(plain[path])
+            added = graded[path][len(plain[path]) :].decode()
+            assert canary.seen(added) and added.strip().startswith("# ")
+        assert not any(canary.seen(text.decode(errors="replace")) for text in plain.values())
+        assert canary.seen(task_of(record).fields["patch"])
+        kept = RepositoryTask.from_task(task_of(record))
+        assert kept.bug_patch == record.bug_patch and not canary.seen(kept.gold_patch)
+
+
 def test_a_reply_with_a_canary_has_no_reward():
     episode = replace(EPISODE, texts=("fine", f"I found {canary.mint('git')}"))
     with pytest.raises(GradingError, match="the reply of call 1 of attempt r-a0 holds a canary"):

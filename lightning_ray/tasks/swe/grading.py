@@ -37,6 +37,7 @@ from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from lightning_ray import canary
 from lightning_ray.records import Json, Reward, Task
 from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
@@ -100,7 +101,7 @@ def grade(task: Task, result: dict[str, Any] | None, episode: Episode) -> Reward
     tests pass.
 
     Raises:
-        GradingError: the grader failed (no space, no process, ...).
+        GradingError: the grader failed (no space, no process, ...), or a canary was seen.
     """
     files = (result or {}).get("files", {})
     return _reward(task, result or {}, episode, run_hidden_tests(task, files))
@@ -134,7 +135,7 @@ def judge(
     """The reward, given what the room said.
 
     Raises:
-        GradingError: the tests did not start.
+        GradingError: the tests did not start, or a canary was seen.
     """
     if order is None or report is None or report.overran:
         return _reward(task, result or {}, episode, TestRun(Verdict.FAILED))
@@ -151,6 +152,11 @@ def judge(
 
 
 def _reward(task: Task, result: dict[str, Any], episode: Episode, run: TestRun) -> Reward:
+    if seen := canary.first_seen(episode.texts):
+        raise GradingError(
+            f"task {task.task_id}: the reply of call {seen[0]} of attempt {episode.attempt_id} "
+            f"holds a canary ({seen[1]}): the agent saw what it must not, and its rollout is void"
+        )
     files: dict[str, str | None] = result.get("files", {})
     content = files.get(task.fields.get("expected_file", ""))
     word = task.fields.get("expected_word")
@@ -206,7 +212,10 @@ def _repository(task: Task, changes: dict[str, str | None]) -> dict[str, str] | 
         GradingError: the task has twins of a file that is none of its hidden tests.
     """
     secret = task.fields.get("twins", {}).keys()
-    hidden = dict(task.fields["hidden_tests"])
+    hidden = {
+        path: canary.below(text, "tests", task.task_id)
+        for path, text in task.fields["hidden_tests"].items()
+    }
     if secret - hidden.keys():
         raise GradingError(
             f"task {task.task_id}: {min(secret - hidden.keys())} has twins, no tests"
@@ -267,7 +276,7 @@ def _exam(task: Task) -> Exam:
         for text in (source, *others):
             stem = f"test_{secrets.token_hex(4)}" if others else PurePosixPath(path).stem
             place = str(PurePosixPath(path).with_name(f"{stem}.py"))
-            sources[place] = text
+            sources[place] = canary.below(text, "tests", task.task_id)
             here = {_module(place) + test.removeprefix(_module(path)): test for test in mine}
             if text is source:
                 names |= here

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from lightning_ray import canary
 from lightning_ray.records import Json, Split, Task
 from lightning_ray.tasks.swe import patches
 
@@ -53,6 +54,12 @@ def _text(value: object) -> object:
     return "" if value is None else value
 
 
+def _diff(value: object) -> object:
+    """A patch without the canary that stands before a stored one (`to_task`)."""
+    first, _, rest = value.partition("\n") if isinstance(value, str) else ("", "", "")
+    return rest if first.startswith("# ") and canary.seen(first) else value
+
+
 TestIds = Annotated[tuple[str, ...], BeforeValidator(_ids)]
 Text = Annotated[str, BeforeValidator(_text)]
 
@@ -65,7 +72,7 @@ class RepositoryTask(BaseModel):
     instance_id: str = Field(min_length=1, max_length=200, pattern=r"^[\w.+-]+$")
     format: Format
     repo: str = Field(min_length=1)
-    patch: str
+    patch: Annotated[str, BeforeValidator(_diff)]
     fail_to_pass: TestIds
     pass_to_pass: TestIds = ()
     problem_statement: Text = ""
@@ -177,16 +184,16 @@ class RepositoryTask(BaseModel):
         """What a run consumes. The agent reads the statement; the fields stay with the operator's
         processes (`prepare` lays the broken tree out, the grader runs the tests). Hints are left
         out, since nobody needs them there, and so is SWE-bench's gold patch of a package, whose
-        tests have been measured."""
+        tests have been measured. Before a patch stands a canary, in a line that `from_row` takes
+        off and `git apply` ignores: who reads a stored task gives itself away."""
         hidden = {"instance_id", "problem_statement", "hints_text", "log_parser", "eval_type"}
         hidden |= {"eval_script"}
         if self.format is Format.SWE_BENCH and self.package:
             hidden |= {"patch"}
-        return Task(
-            self.instance_id,
-            self.problem_statement,
-            self.model_dump(mode="json", exclude=hidden, exclude_defaults=True),
-        )
+        fields = self.model_dump(mode="json", exclude=hidden, exclude_defaults=True)
+        if fields.get("patch"):
+            fields["patch"] = f"# {canary.mint('gold', self.instance_id)}\n{fields['patch']}"
+        return Task(self.instance_id, self.problem_statement, fields)
 
     @classmethod
     def from_task(cls, task: Task) -> RepositoryTask:

@@ -169,7 +169,7 @@ def rooms(
         if not record.package:
             return _rooms_of_image(record, options, result, episode, runs)
         suite = replace(offline.suite(record, "python3"), version=record.python)
-        broken = offline.graded_tree(record)
+        broken = graded_tree(record)
         tree = merged(broken, _changes(result), protected(record))
         if tree is None:
             return _reward(record, result, _IMPOSSIBLE, episode, options)
@@ -216,13 +216,28 @@ def judge(record: RepositoryTask, changes: Mapping[str, str | None]) -> Judgemen
     """
     try:
         suite = offline.suite(record)
-        broken = offline.graded_tree(record)
+        broken = graded_tree(record)
         tree = merged(broken, changes, protected(record))
         if tree is None:
             return _IMPOSSIBLE
         return cleanroom.examine(tree, suite, protection=protection(record), known_bad=broken)
     except (RoomFault, RecordError, sources.SourceError, ValueError) as error:
         raise GradingError(f"task {record.instance_id}: cannot grade: {error}") from error
+
+
+def graded_tree(record: RepositoryTask) -> Tree:
+    """The tree that is graded if nobody changed anything, with a canary at the end of each file
+    with a hidden test: the same in every run, with twins and without.
+
+    Raises:
+        RecordError, SourceError: it cannot be had.
+    """
+    tree = offline.graded_tree(record)
+    hidden = {test.partition("::")[0] for test in record.fail_to_pass} & tree.keys()
+    return tree | {
+        path: canary.below(tree[path].decode(), "tests", record.instance_id).encode()
+        for path in hidden
+    }
 
 
 def _changes(result: Mapping[str, Any] | None) -> Mapping[str, str | None]:
