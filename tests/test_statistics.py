@@ -177,7 +177,7 @@ def test_models_that_are_alike_differ_significantly_as_seldom_as_promised(
     rng, times = np.random.default_rng(0), 400
     significant = 0
     for _ in range(times):
-        rates = np.full(60, 0.15)
+        rates = np.full(20, 0.05)
         first, second = (
             by_task([Tally(int(solved), n) for solved in rng.binomial(n, rates)]) for n in samples
         )
