@@ -289,6 +289,15 @@ def _reward(
     )
 
 
+def _looked_solved(judgement: Judgement, record: RepositoryTask) -> bool:
+    """Whether every expected test of the suite as it is passed. Of an unsolved rollout: a repair
+    does that and goes on to pass, so somebody said so of what is none."""
+    if not record.package:
+        return judgement.looked_solved
+    expected = offline.suite(record, "python3").expected
+    return judgement.fail_to_pass + judgement.pass_to_pass == len(expected)
+
+
 def merged(
     tree: Tree, changes: Mapping[str, str | None], also: frozenset[str] = frozenset()
 ) -> Tree | None:
@@ -316,15 +325,6 @@ def shaped(
     tokens = max(episode.prompt_tokens - shaping.free_prompt_tokens, 0)
     penalty = turns * shaping.turn_penalty + tokens / 1000 * shaping.prompt_penalty
     return max(1.0 - penalty, shaping.least_solved)
-
-
-def _looked_solved(judgement: Judgement, record: RepositoryTask) -> bool:
-    """Whether every expected test of the suite as it is passed. Of an unsolved rollout: a repair
-    does that and goes on to pass, so somebody said so of what is none."""
-    if not record.package:
-        return judgement.looked_solved
-    expected = offline.suite(record, "python3").expected
-    return judgement.fail_to_pass + judgement.pass_to_pass == len(expected)
 
 
 def protection(record: RepositoryTask) -> Protection:
