@@ -1,5 +1,5 @@
-"""How often forged results are believed, of code that guesses from how a hidden test fails (not from
-what is right) whether it is the test or a twin.
+"""How often forged results are believed, of code that guesses whether it is a hidden test or a twin
+of it from how it fails, not from what is right.
 
 python benchmarks/twin_tells.py            all tasks of the offline set (some minutes)
 python benchmarks/twin_tells.py parse 20   the first 20 of a package
