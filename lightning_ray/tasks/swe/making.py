@@ -7,8 +7,9 @@ for it, the same ones both times. All is written to a work folder as soon as it 
 interrupted run goes on where it was.
 
 Invariants: a task's bug undone is the package's own source, byte for byte; a task is kept only if
-every test that it makes fail has at least two twins; no two tasks have the same patch; the same
-seed, packages and locks give the same tasks.
+every test that it makes fail has at least two twins, and one of them twins that the bug does not
+tell from it (`traces.py`); no two tasks have the same patch; the same seed, packages and locks give
+the same tasks.
 """
 
 from __future__ import annotations
