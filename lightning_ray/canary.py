@@ -13,6 +13,7 @@ True
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Iterable
@@ -21,9 +22,21 @@ MARK = "lrcanary" + "-"  # in two parts: this file is no canary
 _PATTERN = re.compile(MARK + r"[a-z]+-[0-9a-f]{16}")
 
 
-def mint(place: str) -> str:
-    """A new canary; `place` (lower-case letters) says where it was planted."""
-    return f"{MARK}{place}-{secrets.token_hex(8)}"
+def mint(place: str, of: str = "") -> str:
+    """A new canary; `place` (lower-case letters) says where it was planted. That of a thing is the
+    same each time, for where the same bytes must come out."""
+    told = hashlib.blake2b(f"{place} {of}".encode(), digest_size=8).hexdigest() if of else ""
+    return f"{MARK}{place}-{told or secrets.token_hex(8)}"
+
+
+def below(text: str, place: str, of: str) -> str:
+    """A file of Python with a canary as its last line: no line that was there has another number.
+
+    >>> below("x = 1", "tests", of="a").startswith("x = 1\\n# lrcanary-tests-")
+    True
+    """
+    end = "\n" * (text[-1:] not in ("", "\n"))
+    return f"{text}{end}# {mint(place, of)}\n"
 
 
 def seen(text: str) -> list[str]:

@@ -57,5 +57,8 @@ class KubernetesSection(Section):
         "nodes of Ray.",
     )
     keep_s: int | None = Field(
-        None, ge=0, description="Keep ended Jobs for so many seconds. Default: they are deleted."
+        None,
+        # Kubernetes deletes them then, and what we have not seen with them: how a pod ended, a log.
+        ge=60,
+        description="Keep ended Jobs for so many seconds, 60 at least. Default: they are deleted.",
     )

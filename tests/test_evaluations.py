@@ -175,7 +175,7 @@ def test_the_tables_say_rates_with_intervals_outcomes_cost_and_difference() -> N
         "5,000",
         "trained-1 against base-1, on 2 tasks",
         "+75.0",
-        "0.500",  # two tasks that moved the same way: 2 / 2 ** 2
+        "0.167",  # one way of six: two of two and two of two, 1/2 times 1/3
         "tasks better: a, b",
     ):
         assert part in text, part
@@ -258,6 +258,16 @@ def test_other_weights_tasks_or_settings_are_another_evaluation(run_dir: Path) -
     for other in ("sampling.validation_temperature=0.5", "rollout.timeout_s=9", "model.path=x"):
         assert name(other) != first
     assert name("task.validation=lightning_ray.tasks.swe.embedded:train") != first
+    pods = ("kubernetes.image=a", "rollout.launcher=kubernetes")
+    for other in ("kubernetes.image=b", "kubernetes.python=/p", "kubernetes.grade=cluster"):
+        assert name(*pods, other) != name(*pods)
+    assert name("engine.enforce_eager=true") != first
+    for setting in ("model.chat_template", "kubernetes.template"):  # files changed in their place
+        file = run_dir / setting
+        file.write_text("kind: Job\nspec: {template: {spec: {containers: [{name: a}]}}}\n")
+        before = name(*pods, f"{setting}={file}")
+        file.write_text(file.read_text() + "# other\n")
+        assert name(*pods, f"{setting}={file}") != before
     trained = name(model="trained")
     weights = run_dir / "model" / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -265,3 +275,37 @@ def test_other_weights_tasks_or_settings_are_another_evaluation(run_dir: Path) -
         content[place] ^= 1
     weights.write_bytes(content)
     assert name(model="trained") != trained
+
+
+def test_a_base_model_changed_in_its_place_is_evaluated_anew(run_dir: Path, monkeypatch) -> None:
+    """As far as to the store, which is asked for rollouts made with these weights."""
+    asked: list[str] = []
+
+    class Asked(Exception):
+        pass
+
+    def finished(self, specs):
+        asked.append(specs[0].rollout_id)
+        raise Asked
+
+    monkeypatch.setattr(evaluation.Stack, "open_store", lambda self: None)
+    monkeypatch.setattr(evaluation.Stack, "finished", finished)
+    base = run_dir.parent / "base"
+    shutil.copytree(run_dir / "model", base)
+
+    def lineage() -> str:
+        job = evaluation.job(run_dir, ["base"], 1, [])
+        with pytest.raises(Asked):
+            evaluation.evaluate(job, base, Console("x"))
+        return asked.pop()
+
+    first = lineage()
+    os.utime(base / "model.safetensors", (0, 0))
+    assert lineage() == first
+    (base / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    quantised = lineage()
+    assert quantised != first
+    weights = bytearray((base / "model.safetensors").read_bytes())
+    weights[0] ^= 1
+    (base / "model.safetensors").write_bytes(weights)
+    assert lineage() not in (first, quantised)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,8 @@ from support import CALL, HELLO, MAX_MODEL_LEN, TOOLS, Running
 from lightning_ray import canary
 from lightning_ray.gateway import deploy
 from lightning_ray.records import Outcome, Reward
+from lightning_ray.tasks.swe import embedded, grading
+from lightning_ray.tasks.swe.record import RepositoryTask
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +97,23 @@ def test_a_canary_in_a_prompt_is_noted_with_its_call(gateway):
     noted = ray.get(gateway.store.canary.remote(attempt))
     assert noted == f"call 1 of attempt {attempt} read a canary ({seen})"
     assert ray.get(gateway.store.canary.remote(other)) is None
+
+
+@pytest.mark.parametrize("place", ["a hidden test", "a stored patch"])
+def test_whoever_reads_what_agents_must_not_is_noted(gateway, place):
+    patch = "--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-a\n+b\n"
+    row = {"instance_id": "i", "repo": "r", "patch": patch, "FAIL_TO_PASS": ["t.py::test_a"]}
+    order = grading.plan(embedded.train()[0], {})
+    assert order is not None
+    leaked = {
+        "a hidden test": next(iter(json.loads(order.say)["tests"].values()))[-200:],
+        "a stored patch": json.dumps(RepositoryTask.from_row(row).to_task().fields),
+    }[place]
+    attempt = gateway.attempt()
+    history = [*HELLO, {"role": "user", "content": leaked}]
+    gateway.client(attempt).chat.completions.create(model="m", messages=history)
+    noted = ray.get(gateway.store.canary.remote(attempt))
+    assert noted == f"call 0 of attempt {attempt} read a canary ({canary.seen(leaked)[0]})"
 
 
 def test_several_choices_are_several_recorded_samples(gateway):

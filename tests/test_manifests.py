@@ -41,6 +41,7 @@ from ray.dashboard.consts import DASHBOARD_METRIC_PORT
 from lightning_ray.config import GatewaySection, RunConfig
 from lightning_ray.gateway import deploy
 from lightning_ray.placement import Device, plan
+from lightning_ray.rollouts import sandbox
 from lightning_ray.run import command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,6 +132,25 @@ def test_a_misspelt_field_of_a_pod_is_noticed() -> None:
         kubernetes_validate.validate(
             {"apiVersion": "v1", "kind": "PodTemplate", "template": template}, "1.37", strict=True
         )
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_what_bubblewrap_needs_of_a_pod_is_valid_and_is_what_a_run_says(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "rollouts.md").read_text()
+    [text] = re.findall(r"```yaml\n(spec:\n.*?)```", page, re.S)
+    ours, template = yaml.safe_load(text)["spec"], groups()["rollout"]["template"]
+    [context] = [container["securityContext"] for container in ours["containers"]]
+    template["spec"]["hostUsers"] = ours["hostUsers"]
+    ray_container({"template": template})["securityContext"] |= context
+    kubernetes_validate.validate(
+        {"apiVersion": "v1", "kind": "PodTemplate", "template": template}, version, strict=True
+    )
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    for field in ("hostUsers: false", "procMount: Unmasked", "seccompProfile: {type: Unconfined}"):
+        assert field in text
+        assert field in sandbox.hint()
 
 
 @functools.cache
@@ -512,6 +532,25 @@ def test_all_ray_pods_run_the_image_that_the_documentation_builds() -> None:
     }
     (image,) = images
     assert f"docker build -f examples/kuberay/Dockerfile -t {image} ." in DOCS
+
+
+def test_the_page_waits_for_a_pod_before_it_reads_its_log() -> None:
+    name = find("RayJob")["metadata"]["name"]
+    [commands] = [part for part in DOCS.split("```") if "kubectl apply -f cluster.yaml" in part]
+    order = [
+        "apply -f examples/kuberay/job.yaml",
+        f"wait rayjob/{name} --for=jsonpath='{{.status.jobDeploymentStatus}}'=Running",
+        f"wait job/{name} --for",
+        f"logs -f -l job-name={name}",
+    ]
+    assert [commands.index(text) for text in order] == sorted(map(commands.index, order))
+
+
+def test_the_tasks_that_prepare_rollouts_in_pods_fit_one_rollout_pod_that_stays() -> None:
+    config = job()
+    # Nothing else has a CPU for them: the head has none, and the bundles take the GPU pod's.
+    prepare = {"CPU": config.rollout.cpus}
+    assert launches([packed(config), prepare]) == ({"gpu": 1, "rollout": 1}, 0)
 
 
 def test_the_image_holds_what_the_manifests_name() -> None:

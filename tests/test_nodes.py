@@ -73,22 +73,25 @@ class Node:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
+def head_options(address: str, folder: str) -> list[str]:
+    """What makes a node the head at `address`."""
+    return [
+        "--head",
+        "--node-ip-address=127.0.0.1",
+        f"--port={address.split(':')[1]}",
+        f"--temp-dir={folder}",  # short: Unix sockets lie in it
+        "--include-dashboard=false",
+        f"--dashboard-port={free_port()}",
+        f"--ray-client-server-port={free_port()}",
+    ]
+
+
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[tuple[str, Node]]:
     """A head with one CPU, and its address."""
     address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory(prefix="lrn", ignore_cleanup_errors=True) as folder:
-        node = Node(
-            tmp_path / "head",
-            1,
-            "--head",
-            "--node-ip-address=127.0.0.1",
-            f"--port={address.split(':')[1]}",
-            f"--temp-dir={folder}",  # short: Unix sockets lie in it
-            "--include-dashboard=false",
-            f"--dashboard-port={free_port()}",
-            f"--ray-client-server-port={free_port()}",
-        )
+        node = Node(tmp_path / "head", 1, *head_options(address, folder))
         try:
             deadline = time.monotonic() + NODE_S
             while not node.is_up():

@@ -19,7 +19,7 @@ from lightning_ray.config import ConfigError, load
 from lightning_ray.records import Outcome, Task
 from lightning_ray.rollouts import grading
 from lightning_ray.rollouts.grading import Episode, RoomReport
-from lightning_ray.rollouts.pods import changed, manifest, staging
+from lightning_ray.rollouts.pods import changed, freedoms, manifest, staging
 from lightning_ray.rollouts.pods.manifest import Frame, Room
 from lightning_ray.rollouts.pods.outcomes import Patience, standing
 from lightning_ray.rollouts.pods.reconcile import Create, Delete, Finish, Reconciler
@@ -74,7 +74,16 @@ OWN_DISK = "Usage of EmptyDir volume lightning exceeds the limit 4Gi."
         (ended(1, "Error", facts("disk")), Outcome.OUTPUT_LIMIT),
         (ended(1, "Error", facts("not_started")), Outcome.LAUNCH_FAULT),
         (ended(137, "OOMKilled"), Outcome.OUT_OF_MEMORY),
-        (ended(137, "Error"), Outcome.NODE_LOST),
+        # Nobody says that he did it: then it was the harness, whatever the message says.
+        (ended(137, "Error"), Outcome.HARNESS_ERROR),
+        (ended(137, "Error", facts("exit", 0)), Outcome.HARNESS_ERROR),
+        (ended(137, "Error", facts("not_started")), Outcome.HARNESS_ERROR),
+        (ended(152, "Error", facts("not_started")), Outcome.HARNESS_ERROR),
+        (ended(137, "ContainerStatusUnknown"), Outcome.NODE_LOST),
+        (ended(137, "Error") | {"deleted": True}, Outcome.NODE_LOST),
+        (ended(137, "Error") | {"conditions": [TAKEN]}, Outcome.NODE_LOST),
+        (ended(137, "Error") | {"reason": "Evicted", "message": "low"}, Outcome.NODE_LOST),
+        (ended(0, "Completed", facts("exit", 0)) | {"deleted": True}, Outcome.COMPLETED),
         (ended(1, "Error", "gateway http://g, order: HTTP 401"), Outcome.LAUNCH_FAULT),
         (ended(128, "StartError", "exec: python3: not found"), Outcome.LAUNCH_FAULT),
         ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, Outcome.NODE_LOST),
@@ -110,6 +119,13 @@ def test_what_may_pass_is_waited_for_and_said(status, waits, patience) -> None:
     assert how.end is None
     assert how.waits.startswith(waits)
     assert how.patience_s == patience
+
+
+def test_what_does_not_guard_the_first_process_is_said() -> None:
+    told = json.dumps({**json.loads(facts("exit", 0)), "unguarded": "seccomp: not here"})
+    end = standing(job(), [pod(**ended(0, "Completed", told))], PATIENCE).end
+    assert end is not None
+    assert "unguarded: seccomp: not here" in end.detail
 
 
 def test_a_jobs_deadline_is_the_infrastructures() -> None:
@@ -322,6 +338,92 @@ def test_no_more_jobs_a_second_than_asked_for_be_it_less_than_one() -> None:
         assert made <= sum(found) <= made + per_second + 1
 
 
+@pytest.mark.parametrize("status", [{"phase": "Pending"}, waiting("ErrImagePull")])
+@pytest.mark.parametrize("kind", ["jobs", "pods"])
+def test_while_the_api_server_is_away_nobodys_patience_ends(kind, status) -> None:
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.want("j", 0.0, there=True)
+    reconciler.listed("jobs", [job()], 1.0)
+    reconciler.listed("pods", [pod(**status)], 1.0)
+    assert reconciler.actions(2.0, everything=True) == []
+    reconciler.lost(kind)
+    assert reconciler.actions(1000.0, everything=True) == []
+    reconciler.listed(kind, [job()] if kind == "jobs" else [pod(**status)], 1001.0)
+    assert reconciler.actions(1002.0, everything=True) == []
+    [finish] = reconciler.actions(1200.0, everything=True)
+    assert isinstance(finish, Finish)
+    assert finish.end.outcome is Outcome.LAUNCH_FAULT
+
+
+def test_a_failed_job_waits_for_the_watch_of_pods_that_is_behind() -> None:
+    failed = job("j", "u1", {"type": "Failed", "reason": "BackoffLimitExceeded", "message": ""})
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.want("j", 0.0, there=True)
+    reconciler.listed("jobs", [job()], 1.0)
+    reconciler.listed("pods", [pod(phase="Running")], 1.0)
+    reconciler.event("jobs", "MODIFIED", failed)
+    assert reconciler.actions(2.0, everything=True) == []
+    assert reconciler.actions(100.0, everything=True) == []
+    reconciler.event("pods", "MODIFIED", pod(**ended(3, "Error", facts("exit", 3))))
+    [finish] = reconciler.actions(101.0)
+    assert isinstance(finish, Finish)
+    assert finish.end.outcome is Outcome.HARNESS_ERROR
+
+
+def test_a_job_that_is_deleted_before_its_creation_is_answered_has_ended() -> None:
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.listed("jobs", [], 1.0)
+    reconciler.listed("pods", [], 1.0)
+    reconciler.want("j", 1.0)
+    assert reconciler.actions(2.0) == [Create("j")]
+    reconciler.event("jobs", "ADDED", job())
+    reconciler.event("jobs", "DELETED", job())
+    reconciler.created("j", job(), 3.0)
+    [finish] = reconciler.actions(3.0)
+    assert isinstance(finish, Finish)
+    assert finish.end.outcome is Outcome.NODE_LOST
+
+
+def test_graders_come_first_and_in_order_also_when_they_were_refused() -> None:
+    reconciler = Reconciler(PATIENCE, 1, 100)
+    reconciler.listed("jobs", [], 1.0)
+    reconciler.listed("pods", [], 1.0)
+    reconciler.want("agent", 1.0)
+    for name in ("g1", "g2"):
+        reconciler.want(name, 1.0, urgent=True)
+    assert reconciler.actions(2.0) == [Create("g1")]
+    reconciler.refused("g1", "HTTP 403: quota", 2.0, for_good=False)
+    assert reconciler.actions(2.5) == []  # its place is kept
+    assert reconciler.actions(4.0) == [Create("g1")]
+    reconciler.release("g1")
+    reconciler.refused("g1", "HTTP 422", 4.0, for_good=True)
+    assert reconciler.actions(5.0) == [Create("g2")]
+
+
+def test_an_ordinary_start_is_not_worth_a_line_but_one_that_takes_long_is() -> None:
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.want("j", 1.0, there=True)
+    reconciler.listed("jobs", [job()], 1.0)
+    reconciler.listed("pods", [pod(phase="Pending")], 1.0)
+    assert reconciler.actions(2.0, everything=True) == []
+    assert reconciler.trouble(30.0) == ""
+    assert reconciler.trouble(70.0) == "1 x its pod is starting"
+
+
+def test_jobs_that_are_being_made_are_left_to_be_deleted() -> None:
+    reconciler = Reconciler(PATIENCE, 5, 100)
+    reconciler.listed("jobs", [], 1.0)
+    reconciler.listed("pods", [], 1.0)
+    reconciler.want("j", 1.0)
+    assert reconciler.actions(2.0) == [Create("j")]
+    reconciler.release("j")
+    assert reconciler.left == 1
+    reconciler.created("j", job(), 3.0)
+    assert reconciler.left == 1
+    reconciler.event("jobs", "DELETED", job())
+    assert reconciler.left == 0
+
+
 def test_a_pod_that_outlives_its_deleted_job_still_runs() -> None:
     reconciler = Reconciler(PATIENCE, 5, 100)
     reconciler.listed("jobs", [job()], 1.0)
@@ -410,6 +512,161 @@ def test_what_is_wrong_in_a_template_is_said_with_its_line(tmp_path, wrong, said
         template(tmp_path, text).render(TASK, NAMES)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("metadata: [1]", "line 3: metadata is .1.; write an object"),
+        ("metadata: {labels: x}", "line 3: metadata.labels is 'x'; write an object"),
+        ("metadata: {labels: {team: 5}}", 'line 3: .*labels.team is 5; write a text, .*"5"'),
+        ("metadata: {labels: {5: team}}", "line 3: metadata.labels: 5 is no text"),
+        ("metadata: {annotations: {a: true}}", 'annotations.a is True; .*"true"'),
+        ("metadata: {labels: {day: 2026-12-01}}", 'labels.day .*"2026-12-01"'),
+        ("metadata: {name: [a]}", "metadata.name is .*write a text"),
+        ("metadata: {1: a}", "line 3: metadata has no field '1'"),
+    ],
+)
+def test_a_value_of_another_type_is_said_with_its_line(tmp_path, wrong, said) -> None:
+    text = TEMPLATE.replace("metadata:\n  labels: {team: blue}", wrong)
+    with pytest.raises(TemplateFault, match=said):
+        template(tmp_path, text).render(TASK, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ('{runAsUser: "{{ task.fields.uid }}"}', "[]", "line 9: .*securityContext is .*an object"),
+        ("imagePullSecrets: [{name: registry}]", "imagePullSecrets: x", "line 8: .*a list"),
+        ("imagePullSecrets: [{name: registry}]", "imagePullSecrets: [x]", "line 8: .*an object"),
+        ("image: proxy", "image: proxy\n          env: [{name: A, value: 5}]", 'line 16: .*"5"'),
+        ("image: proxy", "image: proxy\n          command: sleep", "line 16: .*a list"),
+        ("image: proxy", "image: proxy\n          tty: 1", "line 16: .*true or false"),
+        ('"{{ task.fields.uid }}"', "1.5", "line 9: .*a whole number"),
+        ('"{{ task.fields.uid }}"', "true", "line 9: .*a whole number"),
+        ('"{{ task.fields.uid }}"', '"{{ task.task_id }}"', "line 9: .*a whole number"),
+        ("- name: side", "-\n        - name: side", "line 14: .*containers.1 is None"),
+    ],
+)
+def test_so_is_one_of_a_pod(tmp_path, right, wrong, said) -> None:
+    assert right in TEMPLATE
+    with pytest.raises(TemplateFault, match=said):
+        template(tmp_path, TEMPLATE.replace(right, wrong)).render(TASK, NAMES)
+
+
+CLAIM = "volumes: [{name: v, persistentVolumeClaim: {claimName: c}}]"
+POD = "imagePullSecrets: [{name: registry}]"
+SIDE = "image: proxy"
+
+
+@pytest.mark.parametrize(
+    ("where", "added", "said"),
+    [
+        ("spec:\n  template:", "spec:\n  suspend: true\n  template:", "line 6: .*suspend"),
+        ("spec:\n  template:", "spec:\n  completionMode: Indexed\n  template:", "line 6: .*index"),
+        (
+            "spec:\n  template:",
+            "spec:\n  podFailurePolicy: {rules: [{action: Ignore}]}\n  template:",
+            "line 6: .*no second one",
+        ),
+        (POD, "activeDeadlineSeconds: 60", "line 8: .*would be graded"),
+        (SIDE, f"{SIDE}\n          restartPolicy: Always", "line 16: .*starts again"),
+    ],
+)
+def test_what_would_break_a_promise_in_silence_is_refused(tmp_path, where, added, said) -> None:
+    assert where in TEMPLATE
+    with pytest.raises(TemplateFault, match=said):
+        template(tmp_path, TEMPLATE.replace(where, added)).render(TASK, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("volume", "mount", "refused"),
+    [
+        ("persistentVolumeClaim: {claimName: c}", "mountPath: /v", True),
+        ("persistentVolumeClaim: {claimName: c}", "mountPath: /v, readOnly: true", False),
+        ("persistentVolumeClaim: {claimName: c, readOnly: true}", "mountPath: /v", False),
+        ("hostPath: {path: /data}", "mountPath: /v", True),
+        ("hostPath: {path: /data}", "mountPath: /v, readOnly: true", False),
+        ("nfs: {server: s, path: /}", "mountPath: /v", True),
+        ("csi: {driver: d}", "mountPath: /v", True),
+        ("emptyDir: {}", "mountPath: /v", False),
+        ("ephemeral: {volumeClaimTemplate: {spec: {}}}", "mountPath: /v", False),
+        ("secret: {secretName: s}", "mountPath: /v", False),
+    ],
+)
+@pytest.mark.parametrize("container", ["containers", "initContainers"])
+def test_no_volume_leads_from_an_agents_pod_into_its_graders(
+    tmp_path, volume, mount, refused, container
+) -> None:
+    volumes = f"volumes: [{{name: v, {volume}}}]"
+    mounts = f"volumeMounts: [{{name: v, {mount}}}]"
+    if container == "containers":
+        text = TEMPLATE.replace(POD, volumes).replace(SIDE, f"{SIDE}\n          {mounts}")
+    else:
+        first = f"initContainers:\n        - name: first\n          {mounts}"
+        text = TEMPLATE.replace(POD, f"{volumes}\n      {first}")
+    made = template(tmp_path, text)
+    if refused:
+        line = 16 if container == "containers" else 11
+        with pytest.raises(
+            TemplateFault, match=f"line {line}: .*outlives the pod .*readOnly: true"
+        ):
+            made.render(TASK, NAMES)
+    else:
+        made.render(TASK, NAMES)
+
+
+def test_a_block_device_that_outlives_the_pod_is_refused_and_an_unused_claim_is_not(
+    tmp_path,
+) -> None:
+    unused = TEMPLATE.replace(POD, CLAIM)
+    template(tmp_path, unused).render(TASK, NAMES)
+    device = unused.replace(
+        SIDE, f"{SIDE}\n          volumeDevices: [{{name: v, devicePath: /dev/x}}]"
+    )
+    with pytest.raises(TemplateFault, match="line 16: .*outlives"):
+        template(tmp_path, device).render(TASK, NAMES)
+
+
+def test_what_weakens_a_pod_is_named(tmp_path) -> None:
+    def weak(text: str) -> list[str]:
+        rendered = template(tmp_path, text).render(TASK, NAMES)
+        return [
+            one.split(" ")[0] for one in freedoms.weaknesses(manifest.build(rendered, ROOM, FRAME))
+        ]
+
+    assert weak(TEMPLATE) == []
+    of_pod = """hostNetwork: true
+      hostIPC: true
+      automountServiceAccountToken: true
+      volumes:
+        - {name: v, hostPath: {path: /data}}
+        - {name: t, projected: {sources: [{serviceAccountToken: {path: t}}]}}"""
+    assert weak(TEMPLATE.replace(POD, of_pod)) == [
+        "automountServiceAccountToken",
+        "hostIPC",
+        "hostNetwork",
+        "hostPath",
+        "serviceAccountToken",
+    ]
+    context = """securityContext:
+            privileged: true
+            allowPrivilegeEscalation: true
+            capabilities: {add: [SYS_ADMIN]}
+            seccompProfile: {type: Unconfined}"""
+    assert weak(TEMPLATE.replace(SIDE, f"{SIDE}\n          {context}")) == [
+        "allowPrivilegeEscalation",
+        "capabilities.add",
+        "privileged",
+        "seccompProfile",
+    ]
+
+
+def test_quantities_may_be_numbers(tmp_path) -> None:
+    text = TEMPLATE.replace('cpu: "{{ task.fields.cpu }}"', "cpu: 0.5, ephemeral-storage: 1000")
+    made = template(tmp_path, text).render(TASK, NAMES)
+    limits = made["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits == {"cpu": "0.5", "ephemeral-storage": "1000", "memory": "2Gi"}
+
+
 def test_a_field_that_the_server_refuses_has_its_line(tmp_path) -> None:
     made = template(tmp_path, TEMPLATE)
     fault = made.fault_at("spec.template.spec.containers[1].image", "Required value")
@@ -471,6 +728,11 @@ def test_a_job_name_is_a_dns_label_whatever_the_attempt_is_called() -> None:
         (["rollout.launcher=kubernetes"], "needs kubernetes.image or kubernetes.template"),
         (["kubernetes.image=x"], "no effect with rollout.launcher=local"),
         (["rollout.launcher=kubernets"], "rollout.launcher"),
+        # A Job that Kubernetes deletes at once is gone before its end and its log are read.
+        (
+            ["rollout.launcher=kubernetes", "kubernetes.image=x", "kubernetes.keep_s=0"],
+            "kubernetes.keep_s.*60",
+        ),
     ],
 )
 def test_settings_that_have_no_effect_are_refused(overrides, said) -> None:

@@ -26,7 +26,7 @@ from lightning_ray.config import ConfigError
 from lightning_ray.records import Split
 from lightning_ray.report.statistics import Tally
 from lightning_ray.run.data import load_tasks
-from lightning_ray.tasks.swe import sources
+from lightning_ray.tasks.swe import offline, patches, sources
 from lightning_ray.tasks.swe.preparation import (
     card,
     command,
@@ -471,6 +471,45 @@ def test_the_result_is_what_a_run_reads_with_the_reference_solution_of_an_image(
     # What was made can be read again, to be cleaned anew or held out.
     again = rows.records(str(tmp_path / "out" / pipeline.TRAIN))
     assert [found.record.instance_id for found in again] == ["a", "v"]
+
+
+def test_what_is_kept_is_written_in_both_forms_for_other_tools(tmp_path: Path) -> None:
+    bench = row("v", repo="acme/x", base_commit="c", test_patch="", patch=diff(WRONG, RIGHT))
+    bench |= {"hints_text": "look", "log_parser": "parse_log_flask", "split": "validation"}
+    some = [row("a", problem_statement=""), row("a"), row("b", problem_statement=""), bench]
+    source, out = write(tmp_path / "r.jsonl", some), tmp_path / "out"
+    asked = [source, "--out", str(out), "reference_runs=0", "validation_share=0", "export=true"]
+    assert command.main(Path, asked) == 0
+    found = {
+        (split, form): read_lines(out / f"{split}.{form}.jsonl")
+        for split in Split
+        for form in rows.FORMS
+    }
+    ids = [[one["instance_id"] for one in some] for some in found.values()]
+    assert ids == [["a"], ["a"], ["v"], ["v"]]
+    [smith], [turned] = found[Split.TRAIN, "swe-smith"], found[Split.TRAIN, "swe-bench"]
+    assert smith == row("a") | {"split": "train"}
+    assert turned["patch"] == patches.reverse(diff())
+    [mended] = found[Split.VALIDATION, "swe-bench"]
+    assert (mended["patch"], mended["hints_text"]) == (bench["patch"], "look")
+    assert (
+        mended["log_parser"] == "parse_log_flask" and "Start Test Output" in mended["eval_script"]
+    )
+    for path in sorted(out.glob("*.swe-*.jsonl")):
+        assert all(found.record for found in rows.records(str(path)))
+
+
+def test_the_checked_in_tasks_are_written_in_both_forms(tmp_path: Path, repository: Path) -> None:
+    job = [sys.executable, "jobs/make_swe_tasks.py", "--export", str(tmp_path)]
+    subprocess.run(job, cwd=repository, check=True)
+    for split in Split:
+        mine = [one for one in offline.records() if one.split is split]
+        again = [found.record for found in rows.records(str(tmp_path / f"{split}.swe-smith.jsonl"))]
+        assert again == mine
+        turned = [
+            found.record for found in rows.records(str(tmp_path / f"{split}.swe-bench.jsonl"))
+        ]
+        assert [one.gold_patch for one in turned if one] == [one.gold_patch for one in mine]
 
 
 # The probe

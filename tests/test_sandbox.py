@@ -743,9 +743,23 @@ def test_without_bubblewrap_a_run_says_so_or_stops(
     elsewhere.setenv("PATH", os.defpath)  # the harness wants one
     ended = attempt(tmp_path, "print('ran')")
     assert ended.outcome is Outcome.COMPLETED
+    assert (ended.node, ended.lack) == (socket.gethostname(), note)
     ended = attempt(tmp_path, "print('ran')", sandbox=Wanted(require=True))
     assert ended.outcome is Outcome.LAUNCH_FAULT
+    assert f"node {ended.node}: " in ended.detail
     assert "bubblewrap is not installed" in ended.detail
+    assert attempt(tmp_path, "print('ran')", sandbox=Wanted(Mode.NONE)).lack == ""
+
+
+def test_a_pod_without_a_sandbox_says_what_its_specification_lacks(
+    elsewhere: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere.setenv("PATH", str(tmp_path))
+    elsewhere.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    note = sandbox.check(Wanted())
+    assert note is not None
+    for field in ("seccompProfile", "procMount: Unmasked", "hostUsers: false", "appArmorProfile"):
+        assert field in note
 
 
 def test_no_sandbox_is_asked_for_by_name_and_said() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,9 @@ BENCH = {
     "PASS_TO_PASS": "[]",
     "environment_setup_commit": "",
     "image": "",
+    "log_parser": "parse_log_flask",
+    "eval_type": "fail_only",
+    "eval_script": "#!/bin/bash\nmake test\n",
 }
 
 
@@ -57,6 +61,43 @@ def test_a_swe_smith_row_comes_back_as_it_was():
 
 def test_a_swe_bench_row_comes_back_as_it_was():
     assert RepositoryTask.from_row(BENCH).to_bench() == BENCH
+
+
+@pytest.mark.parametrize("row", [SMITH, BENCH])
+def test_a_row_for_swebench_5_says_how_its_tests_are_run_and_read(row):
+    row = {key: row[key] for key in row if not key.startswith(("eval_", "log_"))}
+    made = RepositoryTask.from_row(row).to_bench()
+    needed = (
+        "instance_id image repo version base_commit FAIL_TO_PASS PASS_TO_PASS"  # make_test_spec
+    )
+    assert {*needed.split(), "log_parser", "eval_type", "eval_script"} <= made.keys()
+    assert (made["log_parser"], made["eval_type"]) == ("parse_log_pytest_v2", "pass_and_fail")
+    lines = made["eval_script"].splitlines()
+    assert lines[:2] == ["#!/bin/bash", "set -uxo pipefail"]
+    begins, ends = (lines.index(f": '>>>>> {which} Test Output'") for which in ("Start", "End"))
+    assert lines[begins + 1 : ends] == ["python -m pytest -rA tests/test_a.py"]
+
+
+def test_the_script_of_a_row_runs_the_hidden_tests_and_puts_everything_back(tmp_path: Path):
+    def git(*argv: str) -> str:
+        who = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        done = subprocess.run(["git", *who, *argv], cwd=tmp_path, check=True, capture_output=True)
+        return done.stdout.decode()
+
+    test = tmp_path / "test_it's.py"
+    test.write_text("def test_y():\n    assert 1 == 1\n")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "x")
+    test.write_text(test.read_text().replace("1 == 1", "2 == 2  # the hidden one"))
+    row = BENCH | {"test_patch": git("diff"), "base_commit": git("rev-parse", "HEAD").strip()}
+    row |= {"FAIL_TO_PASS": [f"{test.name}::test_y"], "eval_script": ""}
+    script = str(RepositoryTask.from_row(row).to_bench()["eval_script"])
+    script = script.replace("cd /testbed", f"cd {tmp_path}")
+    script = script.replace("python -m pytest", f"{sys.executable} -m pytest -p no:cacheprovider")
+    found = subprocess.run(["bash"], input=script, text=True, capture_output=True, check=True)
+    assert f"PASSED {test.name}::test_y" in found.stdout
+    assert "Applied patch" in found.stderr and git("status", "--porcelain", "-uno") == ""
 
 
 def test_a_row_of_swe_bench_verified_has_its_public_image():
@@ -149,3 +190,60 @@ def test_a_reversed_diff_undoes_what_git_did(tmp_path: Path):
 def test_what_is_no_text_diff_is_refused(text):
     with pytest.raises(patches.PatchError):
         patches.files(text)
+
+
+MOVED = "diff --git a/{0} b/{1}\nsimilarity index 100%\n{2} from {0}\n{2} to {1}\n"
+QUOTED = '"{}/t\\303\\251 \\"q\\"\\\\\\t.py"'
+ODD = 't\u00e9 "q"\\\t.py'
+
+
+@pytest.mark.parametrize(
+    ("diff", "paths"),
+    [
+        (MOVED.format("tests/old.py", "tests/new.py", "rename"), {"tests/old.py", "tests/new.py"}),
+        (MOVED.format("a b.py", "c b/d.py", "copy"), {"a b.py", "c b/d.py"}),
+        (f"diff --git {QUOTED.format('a')} {QUOTED.format('b')}\nold mode 100644\n", {ODD}),
+        (f"--- {QUOTED.format('a')}\n+++ {QUOTED.format('b')}\n@@ -1 +1 @@\n-a\n+b\n", {ODD}),
+        ("diff --git a/x b/y\nBinary files a/x and b/y differ\n", {"x", "y"}),
+        ("diff --git a/x y.py b/x y.py\nnew file mode 100644\nindex 0..0\n", {"x y.py"}),
+        ("--- a/x y.py\t2020\n+++ b/x y.py\t2020\n@@ -1 +1 @@\n-a\n+b\n", {"x y.py"}),
+        ("--- /dev/null\n+++ b/new.py\r\n@@ -0,0 +1 @@\n+b\n", {"new.py"}),
+        ("--- old.py\n+++ old.py\n@@ -1 +1 @@\n-a\n+b\n", {"old.py"}),
+    ],
+)
+def test_every_path_that_a_diff_touches_is_found(diff, paths):
+    assert paths <= patches.touched(diff)
+    assert not {path for path in patches.touched(diff) if path.startswith(('"', "a/"))}
+
+
+def test_git_says_of_any_change_what_it_touches(tmp_path: Path):
+    def git(*argv: str) -> str:
+        who = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        done = subprocess.run(["git", *who, *argv], cwd=tmp_path, check=True, capture_output=True)
+        return done.stdout.decode()
+
+    git("init", "-q")
+    before = {
+        "moved.py": "m\n" * 9,
+        "copied b/x.py": "c\n" * 9,
+        ODD: "o\n",
+        "gone": "",
+        "kept": "k",
+    }
+    after = {"t/m\u00e9.py": before["moved.py"], "two b/y.py": before["copied b/x.py"]}
+    after |= {
+        "copied b/x.py": "other\n" + before["copied b/x.py"],
+        ODD: "p\n",
+        "kept": "k",
+        "n": "",
+    }
+    for files in (before, after):
+        git("rm", "-rfq", "--ignore-unmatch", ".")
+        for path, text in files.items():
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_text(text)
+        git("add", "-A")
+        git("commit", "-qm", "x")
+    diff = git("diff", "-M", "-C", "--find-copies-harder", "HEAD~1", "HEAD")
+    assert "rename from" in diff and "copy from" in diff
+    assert {"moved.py", "gone", "n", ODD, *after} - {"kept"} <= patches.touched(diff)

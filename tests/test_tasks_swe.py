@@ -16,15 +16,17 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from lightning_ray import canary
 from lightning_ray.records import Outcome, Reward, Split, Task
 from lightning_ray.rollouts import sandbox
-from lightning_ray.rollouts.grading import Episode
+from lightning_ray.rollouts.grading import Episode, RoomReport
 from lightning_ray.tasks.swe import embedded, grading
 from lightning_ray.tasks.swe.grading import GradingError, Verdict, run_hidden_tests, weigh
 from lightning_ray.tasks.swe.workspace import (
     MAX_FILE_BYTES,
     MAX_FILES,
     MAX_REFUSED,
+    acceptable,
     collect,
     prepare,
     write_files,
@@ -81,6 +83,7 @@ def test_no_package_hides_behind_a_module_of_the_standard_library():
 def test_a_task_gives_nothing_of_its_tests_away():
     for task in EVERY:
         assert not task.fields["files"].keys() & task.fields["hidden_tests"].keys()
+        assert task.fields["twins"].keys() == task.fields["hidden_tests"].keys()
         assert task.fields["expected_word"] not in json.dumps(task.fields["files"])
 
 
@@ -166,6 +169,10 @@ def test_a_workspace_in_use_is_refused(tmp_path):
         "pkg/conftest.py",
         "evil.pth",
         "sitecustomize.py",
+        "sitecustomize/__init__.py",
+        "usercustomize/deep/x.py",
+        "conftest/__init__.py",
+        "conftest.cpython-311-x86_64-linux-gnu.so",
         "pyproject.toml",
         "setup.cfg",
         "tox.ini",
@@ -174,11 +181,44 @@ def test_a_workspace_in_use_is_refused(tmp_path):
 )
 def test_files_that_decide_how_tests_run_are_refused_and_listed(tmp_path, path):
     prepare(TASK, tmp_path)
-    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).parent.mkdir(exist_ok=True, parents=True)
     (tmp_path / path).write_text("changed")
     found = collect(TASK, tmp_path)
     assert found["files"] == {}
     assert found["refused"] == [{"path": path, "reason": "decides how tests run"}]
+
+
+@pytest.mark.parametrize(
+    "path", [".git/config", "a/.git", "pkg/__pycache__/x.py", ".pytest_cache/x", "conftest/x.py"]
+)
+def test_what_collect_does_not_look_at_nobody_can_hand_in(path):
+    assert not acceptable(path)
+    assert acceptable("pkg/confused.py") and acceptable("pkg/git/config")
+
+
+def test_what_nobody_looks_at_is_not_deleted(tmp_path):
+    task = replace(TASK, fields={"files": {"__pycache__/kept.py": "x", "a.py": "x"}})
+    prepare(task, tmp_path)
+    assert collect(task, tmp_path)["files"] == {}
+
+
+def test_modes_and_refusals_crowd_no_repair_out(tmp_path):
+    names = [f"pkg/f{number:03d}.py" for number in range(3 * MAX_REFUSED)]
+    tests = [f"tests/test_{number:03d}.py" for number in range(2 * MAX_REFUSED)]
+    task = replace(TASK, fields={"files": dict.fromkeys([*names, *tests, "z.py"], "x\n")})
+    prepare(task, tmp_path)
+    for name in (*names, *tests):
+        (tmp_path / name).chmod(0o755)
+    for name in tests:
+        (tmp_path / name).write_text("reformatted\n")
+    (tmp_path / "z.py").write_text("mended\n")
+    (tmp_path / "z_new.py").write_text("new\n")
+    found = collect(task, tmp_path)
+    assert found["files"] == {"z.py": "mended\n", "z_new.py": "new\n"}
+    *listed, last = found["refused"]
+    assert {entry["reason"] for entry in listed} == {"decides how tests run"}  # modes come last
+    assert len(listed) == MAX_REFUSED
+    assert last["reason"].startswith(f"{4 * MAX_REFUSED} more")
 
 
 def test_a_deleted_test_is_listed_and_not_a_change(tmp_path):
@@ -348,6 +388,105 @@ def test_an_attack_from_the_package_does_not_solve(name):
         assert found.value == 0.0
 
 
+# What a run is told, out of the runner's frame; `answer` writes a whole report in its place.
+FRAMES = """
+import ast, json, os, sys
+frame = sys._getframe()
+while "order" not in frame.f_locals:
+    frame = frame.f_back
+write, order = frame.f_locals["write"], frame.f_locals["order"]
+def answer(passes):
+    verdicts = {}
+    for path, source in order["tests"].items():
+        for case in ast.parse(source).body:
+            if isinstance(case, ast.ClassDef):
+                place = path[:-3].replace("/", ".") + "." + case.name + "."
+                tests = [part.name for part in case.body if part.name.startswith("test")]
+                verdicts |= {place + test: "passed" if passes(path) else "failed" for test in tests}
+                verdicts |= {place + name: "failed" for name in order["canaries"]}
+    report = {"nonce": order["nonce"], "verdicts": verdicts, "canaries": []}
+    write(json.dumps(report).encode() + b"\\n")
+    os._exit(0 if set(verdicts.values()) == {"passed"} else 1)
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_report_made_from_the_runners_own_frame_convicts_itself(status):
+    attack = (
+        FRAMES + f"os._exit = lambda _, end=os._exit: end({status})\nanswer(lambda path: True)\n"
+    )
+    assert run_hidden_tests(TASK, {INIT: attack + PROLOGUE}).verdict is Verdict.FORGED
+
+
+def test_who_reads_the_files_of_tests_beside_the_package_finds_none_to_forge_by():
+    attack = FRAMES + (
+        "from pathlib import Path\n"
+        f"known = Path(__file__).parents[1] / 'tests' / 'test_{PACKAGE}.py'\n"
+        "answer(lambda path: order['tests'][path] == known.read_text())\n"
+    )
+    found = run_hidden_tests(TASK, {INIT: PROLOGUE + attack})
+    assert (found.verdict, found.passed) == (Verdict.FAILED, 0)  # no such file
+
+
+def test_nothing_that_a_run_is_told_sets_the_right_tests_apart():
+    places = []
+    for _ in range(200):
+        exam = grading._exam(TASK)
+        tests = list(exam.order["tests"].items())
+        assert len({text for _, text in tests}) == 1 + embedded.TWINS
+        assert len({len(path) for path, _ in tests}) == 1
+        [hidden] = TASK.fields["hidden_tests"].values()
+        original = [text.startswith(hidden) for _, text in tests]
+        [last] = {text.splitlines()[-1] for _, text in tests}
+        assert canary.seen(last)
+        assert original.count(True) == 1
+        places.append(original.index(True))
+    assert max(map(places.count, places)) < 40  # 12.5 of each place are expected
+
+
+def test_who_knows_which_tests_are_right_could_have_mended_the_package():
+    word = TASK.fields["expected_word"]
+    attack = FRAMES + f"answer(lambda path: {word!r} in order['tests'][path])\n"
+    assert run_hidden_tests(TASK, {INIT: PROLOGUE + attack}).verdict is Verdict.PASSED
+
+
+def test_a_package_with_the_word_of_a_twin_is_wrong_but_no_forgery():
+    edit = TASK.fields["twins"][f"tests/test_{PACKAGE}.py"][0][0]
+    word = edit[3].split("'")[1]
+    found = run_hidden_tests(TASK, {TASK.fields["expected_file"]: word})
+    assert (found.verdict, found.passed) == (Verdict.FAILED, len(TASK.fields["pass_to_pass"]))
+
+
+def test_twins_of_no_tests_give_no_reward():
+    wrong = replace(TASK, fields=TASK.fields | {"twins": {"tests/test_other.py": []}})
+    with pytest.raises(GradingError, match=r"test_other.py has twins"):
+        run_hidden_tests(wrong, {})
+
+
+def test_a_run_in_a_room_is_judged_by_the_same_twins():
+    order = grading.plan(TASK, {"files": fix(TASK)})
+    assert order is not None
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(order.files, Path(folder))
+        ours, theirs = socket.socketpair()
+        argv = [
+            part.format(python=sys.executable, fd=theirs.fileno()) if part[0] == "{" else part
+            for part in order.argv
+        ]
+        with ours, theirs:
+            process = subprocess.Popen(argv, cwd=folder, pass_fds=[theirs.fileno()])
+            ours.sendall(order.say.encode())
+            status = process.wait()
+            theirs.close()
+            said = ours.makefile().read()
+    report = RoomReport(status, said, "")
+    assert grading.judge(TASK, {"files": fix(TASK)}, episode(), order, report).solved
+    lie = said.replace('"failed"', '"passed"')
+    assert not grading.judge(
+        TASK, {"files": {}}, episode(), order, replace(report, said=lie)
+    ).solved
+
+
 @pytest.mark.parametrize("name", ["every test passes", "assertions that never fail"])
 def test_tampering_with_unittest_is_called_forgery(name):
     assert run_hidden_tests(TASK, {INIT: PROLOGUE + ATTACKS[name]}).verdict is Verdict.FORGED
@@ -425,6 +564,18 @@ def test_code_under_test_reaches_nothing_but_its_folder(monkeypatch, tmp_path):
                     assert run_hidden_tests(TASK, source).verdict is Verdict.FAILED, name
 
 
+def test_who_saw_a_hidden_test_has_no_reward():
+    plain = replace(TASK, fields={k: v for k, v in TASK.fields.items() if k != "twins"})
+    order = grading.plan(plain, {})
+    assert order is not None
+    [told] = json.loads(order.say)["tests"].values()
+    [path] = TASK.fields["hidden_tests"]
+    for leaked in (told, order.files[path]):  # what the process hears, and what is on its disk
+        with pytest.raises(GradingError, match="call 1 of attempt a holds a canary"):
+            reward(fix(TASK), "well", f"I read this: {leaked}")
+    assert run_hidden_tests(plain, fix(plain)).verdict is Verdict.PASSED
+
+
 def test_a_grader_that_cannot_work_gives_no_reward(monkeypatch, tmp_path):
     monkeypatch.setattr(grading.tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(GradingError, match=TASK.task_id):
@@ -463,6 +614,24 @@ GOOD = {"m.A.test_a": "passed", "m.A.test_b": "passed", "m.A.c1": "failed", "m.A
 def test_a_verdict_needs_all_evidence_to_agree(verdicts, exit_code, nonce, expected):
     tests = frozenset({"m.A.test_a", "m.A.test_b"})
     assert weigh(report(verdicts, nonce), exit_code, "n", ["c1", "c2"], tests).verdict is expected
+
+
+@pytest.mark.parametrize(
+    ("twin", "exit_code", "expected"),
+    [
+        ("failed", 1, Verdict.PASSED),
+        ("failed", 0, Verdict.FORGED),
+        ("passed", 0, Verdict.FORGED),
+        ("passed", 1, Verdict.FORGED),
+        ("skipped", 1, Verdict.FORGED),
+        (None, 1, Verdict.FAILED),
+    ],
+)
+def test_right_code_fails_every_twin(twin, exit_code, expected):
+    told = GOOD | ({"m.A.twin": twin} if twin else {})
+    tests = frozenset({"m.A.test_a", "m.A.test_b"})
+    wrong = frozenset({"m.A.twin"})
+    assert weigh(report(told), exit_code, "n", ["c1", "c2"], tests, wrong).verdict is expected
 
 
 NO_REPORT = {

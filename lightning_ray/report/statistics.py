@@ -148,7 +148,7 @@ def compare(first: Mapping[str, Tally], second: Mapping[str, Tally]) -> Comparis
     the tasks' rates: G. Zou and A. Donner, "Construction of confidence limits about effect
     measures", Statistics in Medicine 27 (2008), equation 7; with one rollout a task it is R. G.
     Newcombe's method 10 for paired proportions (Statistics in Medicine 17, 1998), his continuity
-    correction of the correlation included. The p-value is that of `sign_flip`.
+    correction of the correlation included. The p-value is that of `permutation`.
 
     Raises:
         ValueError: they have no task in common.
@@ -173,39 +173,49 @@ def compare(first: Mapping[str, Tally], second: Mapping[str, Tally]) -> Comparis
 
     low = difference - reach(two.value - two.low, one.high - one.value)
     high = difference + reach(two.high - two.value, one.value - one.low)
-    differences = _steps(pairs)
+    # Multiplied out: rates of unequal numbers of rollouts are compared without rounding.
+    ahead = [b.solved * a.rollouts - a.solved * b.rollouts for a, b in pairs]
     return Comparison(
         one,
         two,
         Estimate(difference, max(-1.0, low), min(1.0, high), len(shared)),
-        sign_flip(differences),
-        better=sum(d > 0 for d in differences),
-        worse=sum(d < 0 for d in differences),
-        equal=sum(d == 0 for d in differences),
+        permutation(pairs),
+        better=sum(d > 0 for d in ahead),
+        worse=sum(d < 0 for d in ahead),
+        equal=sum(d == 0 for d in ahead),
     )
 
 
-def sign_flip(differences: Sequence[int]) -> float:
-    """The two-sided p-value of paired differences: the share of all ways to swap the two models
-    within tasks whose sum is at least as far from 0. Exact, by counting every sum.
+def permutation(pairs: Sequence[tuple[Tally, Tally]]) -> float:
+    """The two-sided p-value of the difference of two models' rates: the share of all ways to deal
+    each task's rollouts to the two models, as many to each as it has, whose mean difference is at
+    least as far from 0. Exact, by counting every sum.
 
     R. A. Fisher, "The design of experiments" (1935), section 21; E. S. Edgington, "Randomization
-    tests". With one rollout a task it is the exact McNemar test.
+    tests". Within a task the solved rollouts that a model is dealt are hypergeometric, which holds
+    for unequal numbers of rollouts, too; with one rollout a task it is the exact McNemar test.
 
-    >>> sign_flip([1, 1, 1, 1, 1, -1])  # McNemar with 5 and 1: 2 * (1 + 6) / 2 ** 6
+    >>> won, lost = (Tally(0, 1), Tally(1, 1)), (Tally(1, 1), Tally(0, 1))
+    >>> permutation([won] * 5 + [lost])  # McNemar with 5 and 1: 2 * (1 + 6) / 2 ** 6
     0.21875
     """
-    moved = [abs(d) for d in differences if d]
-    total, seen = sum(moved), abs(sum(differences))
-    chance = np.zeros(2 * total + 1)  # of each sum from -total to total
-    chance[total] = 1.0
-    for size in moved:
-        swapped = np.zeros_like(chance)
-        swapped[size:] += chance[: len(chance) - size] / 2
-        swapped[: len(chance) - size] += chance[size:] / 2
-        chance = swapped
-    sums = np.abs(np.arange(-total, total + 1))
-    return min(1.0, float(chance[sums >= seen].sum()))
+    whole = min(MOST_STEPS, math.lcm(*{tally.rollouts for pair in pairs for tally in pair}))
+    chance = np.ones(1)  # of each sum of differences, in steps of 1 / whole, from `least`
+    least = seen = 0
+    for first, second in pairs:
+        n, m = first.rollouts, second.rollouts
+        solved = first.solved + second.solved
+        dealt = range(max(0, solved - n), min(m, solved) + 1)  # solved ones, to the second model
+        steps = {k: round(whole * (k * n - (solved - k) * m) / (n * m)) for k in dealt}
+        seen += steps[second.solved]
+        least += (lowest := min(steps.values()))
+        after = np.zeros(len(chance) + max(steps.values()) - lowest)
+        for k, step in steps.items():
+            share = math.comb(m, k) * math.comb(n, solved - k) / math.comb(n + m, solved)
+            after[step - lowest :][: len(chance)] += chance * share
+        chance = after
+    sums = np.abs(np.arange(least, least + len(chance)))
+    return min(1.0, float(chance[sums >= abs(seen)].sum()))
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -216,12 +226,3 @@ def powers_of_two(most: int) -> list[int]:
     """
     powers = [1 << bit for bit in range(max(1, most).bit_length())]
     return sorted({*powers, most}) if most > 0 else []
-
-
-def _steps(pairs: Sequence[tuple[Tally, Tally]]) -> list[int]:
-    """The differences of the rates, in multiples of one over a common denominator."""
-    whole = min(MOST_STEPS, math.lcm(*{tally.rollouts for pair in pairs for tally in pair}))
-    return [
-        round(whole * (b.solved * a.rollouts - a.solved * b.rollouts) / (a.rollouts * b.rollouts))
-        for a, b in pairs
-    ]

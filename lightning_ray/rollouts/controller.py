@@ -38,6 +38,7 @@ from lightning_ray.rollouts.grading import (
 from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycle, Next, judge
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, limits, run_attempt
 from lightning_ray.rollouts.pods.attempts import Pods
+from lightning_ray.rollouts.pods.preflight import in_pod
 from lightning_ray.rollouts.pods.staging import harness_key
 from lightning_ray.rollouts.sandbox import wanted
 from lightning_ray.store.attempts import Known
@@ -125,6 +126,7 @@ class RolloutController:
         self._driven: dict[str, asyncio.Task[None]] = {}  # by attempt id
         self._refs: dict[str, Any] = {}  # attempt id -> the Ray task that works on it
         self._stopped: set[str] = set()  # attempts that were cancelled and have not ended yet
+        self._lacks: dict[str, str] = {}  # node -> what it lacks of the sandbox
         self._ready: list[FinishedRollout] = []
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
@@ -165,7 +167,7 @@ class RolloutController:
 
     async def status(self) -> ControllerStatus:
         trouble = self._pods.trouble if self._pods else ""
-        return replace(self._life.status(), trouble=trouble)
+        return replace(self._life.status(), trouble=trouble, lacks=dict(self._lacks))
 
     async def cancel(self, rollout_ids: list[str]) -> list[str]:
         """Ends rollouts that are not over and waits until their harnesses are dead; returns which
@@ -279,6 +281,8 @@ class RolloutController:
             result: AttemptResult = await self._wait(
                 attempt, _run_attempt.options(**self._options).remote(request)
             )
+            if result.lack:
+                self._lacks[result.node] = result.lack
             return result
         except TaskCancelledError:
             return AttemptResult(Outcome.CANCELLED, "cancelled")
@@ -350,10 +354,7 @@ class RolloutController:
 
     def _pods_of(self, attempt: Attempt) -> Pods | None:
         """What runs the attempt's Jobs; None if it runs on a node of Ray."""
-        launcher = self._config.rollout.launcher
-        if launcher == "task":
-            launcher = attempt.spec.task.fields.get("launcher", "local")
-        return self._pods if launcher == "kubernetes" else None
+        return self._pods if in_pod(self._config, attempt.spec.task) else None
 
     async def _wait(self, attempt: Attempt, ref: Any) -> Any:
         """The result of a Ray task, which `cancel` can find meanwhile."""

@@ -75,8 +75,8 @@ class RoomOrder:
     """A command on a clean tree (`files`: path to text, `binary`: path to base64), somewhere safe,
     in the tree's folder. In `argv`, {python} is an interpreter and {fd} one end of a socket, from
     which the command reads `say` and to which it answers. Output above `most_bytes` (answers:
-    twice that) ends the run; a larger file of the tree in `bring` stays there. `note` stays here,
-    for when the report is in."""
+    twice that) ends the run; a larger file of the tree in `bring` stays there, and so does what the
+    gateway would not take. `note` stays here, for when the report is in."""
 
     files: dict[str, str]
     argv: list[str]
@@ -94,7 +94,7 @@ class RoomReport:
     """What came of an order: the exit status (negative: that signal; None: it was still running at
     its time limit, or had to be killed), what it said on the socket, the end of its output, the
     text of those files of `bring` that it left; `overran` if it took more memory or disk than the
-    room has, and is dead with all that it said."""
+    room has, or ended its keeper, and is dead with all that it said."""
 
     status: int | None
     said: str

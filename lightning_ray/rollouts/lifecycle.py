@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lightning_ray.records import (
@@ -55,7 +55,7 @@ class ControllerStatus:
     """How many rollouts stand where. `finished` have a reward, `failed` were lost to
     infrastructure; `outcomes` counts the ends of attempts, also of those that were tried again;
     `groups` are those with an attempt that runs; `trouble` is what a person must know of who runs
-    them."""
+    them; `lacks` says of each node that has less than the sandbox asked for what it lacks."""
 
     queued: int
     running: int
@@ -66,6 +66,7 @@ class ControllerStatus:
     outcomes: dict[Outcome, int]
     groups: frozenset[str] = frozenset()
     trouble: str = ""
+    lacks: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -19,6 +19,7 @@ import os
 import pkgutil
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import tempfile
@@ -32,13 +33,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lightning_ray.config import RunConfig
 from lightning_ray.records import Json, Outcome, Task
-from lightning_ray.rollouts import harness, process
+from lightning_ray.rollouts import harness, process, sandbox
 from lightning_ray.rollouts.forkserver import PreloadError
 from lightning_ray.rollouts.harness import Recipe, RecipeError, Values
 from lightning_ray.rollouts.installation import InstallError, install, site_packages
 from lightning_ray.rollouts.places import IN_SANDBOX, Places
 from lightning_ray.rollouts.process import EndedBy, ExitReport, Limits
-from lightning_ray.rollouts.sandbox import SandboxError, Wanted, around
+from lightning_ray.rollouts.sandbox import Mode, SandboxError, Wanted, around
 
 _FAMILY_S = (
     300  # a workspace that the policy booby-trapped (a named pipe, say) must not hold us for ever
@@ -82,7 +83,8 @@ class AttemptRequest:
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt ended, as far as its machine can tell. `result` is what `collect` read."""
+    """How an attempt ended, as far as its machine can tell. `result` is what `collect` read; `lack`
+    is what `node` lacks of the sandbox, and why; empty if nothing, or if none was asked for."""
 
     outcome: Outcome
     detail: str
@@ -90,6 +92,8 @@ class AttemptResult:
     seconds: float = 0.0
     peak_rss_bytes: int = 0
     cpu_seconds: float = 0.0
+    node: str = ""
+    lack: str = ""
 
 
 class Setting(BaseModel):
@@ -116,10 +120,16 @@ def run_attempt(request: AttemptRequest) -> AttemptResult:
     box = Path(tempfile.mkdtemp(prefix="lr-kept-" if request.keep_workspaces else _PREFIX))
     held = os.open(box, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
+    node, lack = socket.gethostname(), ""
     try:
-        return _run_in(box, request)
-    except (InstallError, RecipeError, PreloadError, SandboxError, FamilyError) as error:
-        return AttemptResult(Outcome.LAUNCH_FAULT, str(error))
+        if request.sandbox.mode is not Mode.NONE:
+            lack = sandbox.check(request.sandbox) or ""
+        return replace(_run_in(box, request), node=node, lack=lack)
+    except SandboxError as error:
+        fault = f"node {node}: {error}"
+        return AttemptResult(Outcome.LAUNCH_FAULT, fault, node=node, lack=str(error))
+    except (InstallError, RecipeError, PreloadError, FamilyError) as error:
+        return AttemptResult(Outcome.LAUNCH_FAULT, str(error), node=node, lack=lack)
     finally:
         if request.keep_workspaces:
             (request.log_dir / "box").symlink_to(box)
@@ -161,8 +171,8 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
     readable = [*harness.readable(recipe, venv, search), *map(Path, setting.readable)]
     hidden = (*request.sandbox.hidden, *map(Path, setting.hidden))
     wanted = replace(request.sandbox, hidden=hidden)
-    sandbox, url = around(box, request.root_url, readable, wanted)
-    places = IN_SANDBOX if sandbox else outside
+    inside, url = around(box, request.root_url, readable, wanted)
+    places = IN_SANDBOX if inside else outside
     values = Values(
         base_url=f"{url}/v1",
         root_url=url,
@@ -195,7 +205,7 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
         attempt_id=request.attempt_id,
         stdin=stdin,
         preload=harness.preload(recipe, venv, process.base_environment(shared, shared)),
-        sandbox=sandbox,
+        sandbox=inside,
         disk=box,
     )
     for artifact in recipe.artifacts:

@@ -45,6 +45,12 @@ _ETC = (
     "protocols", "python3", "services", "shells", "ssl/certs", "ssl/openssl.cnf", "terminfo",
     "timezone",
 )  # fmt: skip
+# What a container runtime withholds from bubblewrap, in the words of a pod's specification.
+_POD = (
+    "in a pod it needs seccompProfile: {type: Unconfined} (or a Localhost profile that allows "
+    "clone, unshare, setns, mount, umount2 and pivot_root), procMount: Unmasked with hostUsers: "
+    "false and, where the node has AppArmor, appArmorProfile: {type: Unconfined}"
+)
 _SHM_BYTES = 64 << 20  # as in a Docker container: it is memory that belongs to no process
 _SCRATCH_BYTES = 256 << 20  # of a grading run: it is memory
 _PROBE_S = 30.0  # a probe takes 0.2
@@ -168,10 +174,16 @@ def check(wanted: Wanted) -> str | None:
         asked = "sandbox_require=true" if wanted.require else "sandbox=bubblewrap"
         raise SandboxError(
             f"rollout.{asked}, but this machine cannot: {lack}. Install bubblewrap and allow user "
-            "namespaces (docs/rollouts.md), or set rollout.sandbox=none"
+            f"namespaces ({hint()}), or set rollout.sandbox=none"
         )
     what = "harnesses reach the network" if able.bubblewrap else "harnesses run without a sandbox"
-    return f"{what}: {lack} (rollout.sandbox_require=true refuses to run like this)"
+    return f"{what}: {lack} (rollout.sandbox_require=true refuses to run like this; {hint()})"
+
+
+def hint() -> str:
+    """Where to read what a sandbox needs; in a pod, also what its specification must say."""
+    where = "docs/rollouts.md says what it needs"
+    return f"{_POD}; {where}" if "KUBERNETES_SERVICE_HOST" in os.environ else where
 
 
 def around(

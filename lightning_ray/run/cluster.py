@@ -69,6 +69,13 @@ def connect(config: RunConfig) -> None:
         )
 
 
+def runs_harnesses_here(config: RunConfig) -> bool:
+    """Whether Ray may run a harness on this node: on the head of cluster.yaml it runs none."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes = (node for node in ray.nodes() if node["NodeID"] == here)
+    return any(node["Resources"].get("CPU", 0) >= config.rollout.cpus for node in nodes)
+
+
 def _start_local(**options: Any) -> None:
     try:
         ray.init(address="local", **options)

@@ -9,6 +9,7 @@ checksums are compared), and uses again what had finished since, if those weight
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ from lightning_ray.records import FinishedRollout, Outcome, PolicyVersion, Rollo
 from lightning_ray.report.console import Console, View
 from lightning_ray.rollouts import harness, sandbox
 from lightning_ray.rollouts.lifecycle import ControllerStatus
-from lightning_ray.rollouts.pods import attempts as pods
-from lightning_ray.run import data, ending
+from lightning_ray.rollouts.pods import preflight
+from lightning_ray.rollouts.sandbox import Mode
+from lightning_ray.run import cluster, data, ending
 from lightning_ray.run.checkpoint import Checkpoints, State
 from lightning_ray.run.collection import Collection, Harvest, check_faults
 from lightning_ray.run.cycle import Phase, Plan, Position
@@ -59,10 +61,14 @@ class Run:
         # A recipe or a sandbox that cannot be used is said before anything is started.
         harness.load(config.harness.recipe, config.harness.args, config.harness.env)
         in_pods = config.rollout.launcher == "kubernetes" and config.kubernetes.grade == "job"
-        if not in_pods and (note := sandbox.check(sandbox.wanted(config))):
+        wanted, self._lacks = sandbox.wanted(config), dict[str, str]()
+        # What another node can give it says with its first attempt.
+        asked = wanted.mode is Mode.NONE or cluster.runs_harnesses_here(config)
+        if not in_pods and asked and (note := sandbox.check(wanted)):
             console.print(f"sandbox: {note}")
+            self._lacks = {socket.gethostname(): note}
         if config.rollout.launcher != "local":
-            for note in pods.check(config, self._train[0]):
+            for note in preflight.check(config, self._train, self._validation):
                 console.print(f"kubernetes: {note}")
         # Weights made by this process belong to a lineage of their own: after a rollback the same
         # step number names other weights than before.
@@ -96,7 +102,7 @@ class Run:
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         bundles: Bundles | None = None
-        self._stack = Stack(self._config, self._model_dir, self.run_dir, self._say)
+        self._stack = Stack(self._config, self._model_dir, self.run_dir, self._say, self._lacks)
         self._collection = Collection(
             self._config, self._train, self._stack, self._estimator, self._say
         )
@@ -346,10 +352,11 @@ class Run:
         }
 
     def _outcomes(self) -> dict[str, float]:
-        """How many attempts ended how since the last step."""
+        """How many attempts ended how since the last step, and how many nodes lack something."""
         ended = Counter(self._status.outcomes)
         new, self._ended = ended - self._ended, ended
-        return {f"outcomes/{outcome}": new[outcome] for outcome in Outcome}
+        found = {f"outcomes/{outcome}": float(new[outcome]) for outcome in Outcome}
+        return found | {"rollouts/unprotected_nodes": len(self._status.lacks)}
 
     # -- console --------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 One stack serves all: the engines start with the base model and are then given the other weights in
 turn. The rollouts are kept in `evaluations/` of the run directory under a name that is made from
-the weights, the settings and the task.
+the weights, the settings and the task. A large file is known by its size and by blocks all over it;
+the base model is known by every file of its folder, whatever the folder's path and times.
 
 Invariants: an interrupted evaluation goes on where it was; a rollout made with other weights, of
 another task or with other settings is never used; the run itself is not touched.
@@ -14,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_ray.config import ConfigError, RunConfig, dump, load
@@ -46,6 +47,10 @@ _NEUTRAL = {"n", "concurrency", "retries", "cpus", "keep_workspaces", "keep_resu
 # Blocks of a weights file that its fingerprint reads, and their bytes: half a million weights, of
 # which an update changes thousands even in bfloat16, read in milliseconds.
 _BLOCKS, _BLOCK_BYTES = 256, 4096
+# Of the engine, what decides which kernels compute the numbers; the rest is room and speed.
+_ENGINE = ("tensor_parallel", "enforce_eager")
+# Of Kubernetes, what an attempt and its tests run in; the rest is where, how many and how long.
+_PODS = ("image", "harness_venv", "python", "grade")
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be evaluated. `config.run_dir` is where the evaluations are kept."""
+    """What is to be evaluated. `config.run_dir` is where the evaluations are kept; `base` is the
+    fingerprint of the base model's folder, once that is known."""
 
     config: RunConfig
     tasks: list[Task]
     candidates: list[Candidate]
     samples: int = 1
+    base: str = ""
 
     def version(self, candidate: Candidate) -> PolicyVersion:
         """What the rollouts of a candidate are labelled with: its name, and a fingerprint of its
@@ -72,7 +79,12 @@ class Job:
         rollout = {k: v for k, v in config["rollout"].items() if k not in _NEUTRAL}
         task = {k: v for k, v in config["task"].items() if k not in ("train", "validation")}
         weights = _fingerprint(candidate.weights) if candidate.weights else ""
-        decisive = [config["model"], config["sampling"], config["harness"], rollout, task, weights]
+        engine = {key: config["engine"][key] for key in _ENGINE}
+        pods = {key: config["kubernetes"][key] for key in _PODS}
+        decisive = [
+            *(config[section] for section in ("model", "sampling", "harness")),
+            *(rollout, task, engine, pods, weights, self.base, _contents(self.config)),
+        ]
         return PolicyVersion(f"{candidate.name}-{_digest(decisive)}", int(bool(candidate.weights)))
 
     def name(self, candidate: Candidate) -> str:
@@ -121,7 +133,7 @@ def job(source: Path, models: Sequence[str], samples: int, overrides: Sequence[s
 
 def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
     """Runs what is missing and writes each evaluation; `base_dir` is the base model's folder."""
-    config = job.config
+    config, job = job.config, replace(job, base=_folder_fingerprint(base_dir))
     stack = Stack(config, base_dir, config.run_dir, console.print)
     stack.pointer.parent.mkdir(parents=True, exist_ok=True)
     bundles = None
@@ -231,11 +243,27 @@ def _digest(value: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
-def _fingerprint(weights: Path) -> str:
-    size = weights.stat().st_size
+def _contents(config: RunConfig) -> list[str]:
+    """Fingerprints of the files that settings name by their path: "" for one that is no file."""
+    paths = (config.model.chat_template, config.harness.recipe, config.kubernetes.template)
+    return [_fingerprint(Path(path)) if path and Path(path).is_file() else "" for path in paths]
+
+
+def _folder_fingerprint(folder: Path) -> str:
+    """Of a model's folder: names, sizes and contents of its files, as `_fingerprint` reads them;
+    settings of its weights, such as a quantisation, are among them."""
+    found = (path for path in folder.iterdir() if path.is_file() and path.name[0] != ".")
+    return _digest({path.name: _fingerprint(path) for path in found})
+
+
+def _fingerprint(file: Path) -> str:
+    size = file.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
-    with weights.open("rb") as file:
-        for block in range(_BLOCKS):
-            file.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
-            digest.update(file.read(_BLOCK_BYTES))
+    with file.open("rb") as content:
+        if size <= _BLOCKS * _BLOCK_BYTES:
+            digest.update(content.read())
+        else:
+            for block in range(_BLOCKS):
+                content.seek(block * (size - _BLOCK_BYTES) // (_BLOCKS - 1))
+                digest.update(content.read(_BLOCK_BYTES))
     return digest.hexdigest()

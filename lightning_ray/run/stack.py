@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.controller import RESULT_EVENT
 from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.rollouts.pods.attempts import attempts_in_pods, run_id
+from lightning_ray.run.telling import Telling
 from lightning_ray.run.waiting import ProcessLost, RunError, Waiting
 from lightning_ray.samples import forest
 from lightning_ray.store import actor as store_actor
@@ -56,7 +57,8 @@ Progress = Callable[[Sequence[FinishedRollout], ControllerStatus], None]
 
 
 class Stack:
-    """See the module. Made by `start`. `say` tells the user what is waited for.
+    """See the module. Made by `start`. `say` tells the user what is waited for; `told` is what he
+    knows already of the nodes that lack something of the sandbox.
 
     Raises:
         ProcessLost: from every method, when a process of it died or does not answer. Engines are
@@ -64,13 +66,19 @@ class Stack:
     """
 
     def __init__(
-        self, config: RunConfig, model_dir: Path, run_dir: Path, say: Callable[[str], None]
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        run_dir: Path,
+        say: Callable[[str], None],
+        told: Mapping[str, str] | None = None,
     ) -> None:
         self.config, self._model_dir, self._run_dir = config, model_dir, run_dir
         self._say, self._trouble, self._torn = say, "", list[Path]()
         self._wait = Waiting(config.run.wait_timeout_s, say, self._look_at_store)
         self.pointer = run_dir / "policy.json"
-        self._pods_trouble, self._run_id, self._kept = "", "", list[str]()
+        self._telling = Telling(say, told or {})
+        self._run_id, self._kept = "", list[str]()
         self.store: Any = None
         self.engines: list[Any] = []
         self._controller: Any = None
@@ -226,9 +234,8 @@ class Stack:
                 self._results[finished.spec.rollout_id] = finished
         self._look_at_store()
         status: ControllerStatus = self._controlled("status")
-        if status.trouble and status.trouble != self._pods_trouble:
-            self._say(f"kubernetes: {status.trouble}")
-        self._pods_trouble = status.trouble
+        self._telling.sandboxes(status.lacks)
+        self._telling.pods(status.trouble, time.monotonic())
         return status
 
     @property

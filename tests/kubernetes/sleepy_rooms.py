@@ -1,4 +1,4 @@
-"""A grader that wants two rooms at a time and never gets done."""
+"""A grader that wants two rooms at a time, whose program never gets done."""
 
 from __future__ import annotations
 
@@ -13,5 +13,7 @@ def grade(task: Task, result: Json | None, episode: Episode) -> Reward:
 def rooms(
     task: Task, result: Json | None, episode: Episode, runs: list[RoomRun]
 ) -> Reward | list[RoomOrder]:
+    if runs:
+        return Reward(0.0, False, {"overran": float(sum(run.report.overran for run in runs))})
     argv = ["{python}", "-c", "import time; time.sleep(600)"]
     return [RoomOrder(files={}, argv=argv, env={}, say="", timeout_s=600)] * 2

@@ -18,25 +18,29 @@ from control_plane import Cluster
 from kubernetes import client
 
 from lightning_ray import metrics
+from lightning_ray.config import ConfigError, load
+from lightning_ray.records import Task
 from lightning_ray.rollouts import harness, installation
+from lightning_ray.rollouts.pods import preflight
 from lightning_ray.run.checkpoint import Checkpoints
 
 ROOT = runs.ROOT
-NAMESPACE = "lightning-ray"
+HEAD, NAMESPACE = "lightning-ray", "lightning-ray-rollouts"  # of the account, of the Jobs
 pytestmark = pytest.mark.slow
 
 
-def account(cluster: Cluster) -> Path:
+@pytest.fixture(scope="module")
+def head(_cluster: Cluster) -> Path:
     """A kubeconfig of the head's service account, with what the examples let it do."""
+    cluster = _cluster
     for name in ("kuberay/namespace", "kuberay/rbac", "kubernetes/access"):
         cluster.apply(ROOT / "examples" / f"{name}.yaml")
     cluster.until(lambda: cluster.core.read_namespaced_service_account("default", NAMESPACE))
+    cluster.until(lambda: cluster.core.read_namespaced_service_account("default", HEAD))
     asked = client.AuthenticationV1TokenRequest(
         spec=client.V1TokenRequestSpec(audiences=["https://kubernetes.default.svc"])
     )
-    answer = cluster.core.create_namespaced_service_account_token(
-        "lightning-ray-head", NAMESPACE, asked
-    )
+    answer = cluster.core.create_namespaced_service_account_token("lightning-ray-head", HEAD, asked)
     tree = yaml.safe_load(cluster.kubeconfig().read_text())
     tree["users"] = [{"name": "admin", "user": {"token": answer.status.token}}]
     path = cluster.folder / "head.kubeconfig"
@@ -44,11 +48,11 @@ def account(cluster: Cluster) -> Path:
     return path
 
 
-def may(kubeconfig: Path, verb: str, group: str, resource: str) -> bool:
+def may(kubeconfig: Path, verb: str, group: str, resource: str, namespace: str = NAMESPACE) -> bool:
     from kubernetes import config
 
     api = config.new_client_from_config(str(kubeconfig))
-    attributes = {"namespace": NAMESPACE, "verb": verb, "group": group, "resource": resource}
+    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": resource}
     spec = client.V1SelfSubjectAccessReviewSpec(
         resource_attributes=client.V1ResourceAttributes(**attributes)
     )
@@ -58,9 +62,34 @@ def may(kubeconfig: Path, verb: str, group: str, resource: str) -> bool:
     return bool(review.status.allowed)
 
 
-def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(cluster, tmp_path):
-    kubeconfig = account(cluster)
-    assert may(kubeconfig, "create", "batch", "jobs")
+def test_a_run_without_the_rights_of_the_example_is_told_which_it_lacks(cluster, head) -> None:
+    def check(kubeconfig: Path) -> list[str]:
+        ours = (f"kubernetes.kubeconfig={kubeconfig}", f"kubernetes.namespace={NAMESPACE}")
+        more = ("kubernetes.image=agent:1", "rollout.launcher=kubernetes")
+        config = load(None, [*ours, *more, "kubernetes.grade=cluster"])
+        return preflight.check(config, [Task("t", "mend it", {})])
+
+    with pytest.raises(ConfigError, match="may not create jobs, get jobs, .* create secrets in"):
+        check(cluster.kubeconfig("controller"))
+    assert check(head)[0] == f"rollouts are Jobs in the namespace {NAMESPACE}"
+    rbac = client.RbacAuthorizationV1Api()
+    role = rbac.read_namespaced_role("lightning-ray-rollouts", NAMESPACE)
+    rules = role.rules
+    role.rules = [rule for rule in rules if rule.resources != ["secrets"]]
+    role = rbac.replace_namespaced_role("lightning-ray-rollouts", NAMESPACE, role)
+    try:
+        with pytest.raises(ConfigError, match="this run may not create secrets in the namespace"):
+            cluster.until(lambda: check(head) == [])  # the authorizer needs a moment
+    finally:
+        role.rules = rules
+        rbac.replace_namespaced_role("lightning-ray-rollouts", NAMESPACE, role)
+        cluster.until(lambda: may(head, "create", "", "secrets"))
+
+
+def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(
+    cluster, head, tmp_path
+):
+    assert may(head, "create", "batch", "jobs")
     for verb, group, resource in [
         ("get", "", "secrets"),
         ("list", "", "secrets"),
@@ -68,7 +97,9 @@ def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(c
         ("create", "", "pods/exec"),
         ("patch", "batch", "jobs"),
     ]:
-        assert not may(kubeconfig, verb, group, resource), (verb, resource)
+        assert not may(head, verb, group, resource), (verb, resource)
+    # Where the cluster's own Secrets are, it makes nothing that could mount them.
+    assert not may(head, "create", "batch", "jobs", HEAD)
     venv = installation.install(harness.load("mini-swe-agent"))
     run_dir, log = tmp_path / "run", tmp_path / "log"
     run = runs.start(
@@ -76,7 +107,7 @@ def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(c
         log,
         "run.steps=2",
         "rollout.launcher=kubernetes",
-        f"kubernetes.kubeconfig={kubeconfig}",
+        f"kubernetes.kubeconfig={head}",
         f"kubernetes.namespace={NAMESPACE}",
         "kubernetes.image=python",
         f"kubernetes.harness_venv={venv}",
@@ -106,7 +137,7 @@ def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(c
     for row in rows:
         assert row["rollouts/finished"] == 8, json.dumps(row)
     output = log.read_text()
-    assert "rollouts are Jobs in the namespace lightning-ray" in output
+    assert f"rollouts are Jobs in the namespace {NAMESPACE}" in output
     assert "run on in pods since the run was stopped" in output
     # Nothing of the run is left in the cluster.
     cluster.until(lambda: not cluster.batch.list_namespaced_job(NAMESPACE).items)

@@ -4,6 +4,7 @@ says what it is told, and a shell script as harness."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import support
@@ -26,6 +28,7 @@ from lightning_ray.config import RunConfig, load
 from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, RolloutSpec, Split, Task
 from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
+from lightning_ray.rollouts.pods import manifest
 from lightning_ray.tasks.swe import examination, offline, sources
 from lightning_ray.tasks.swe.evidence import Verdict
 
@@ -282,6 +285,30 @@ def test_a_harness_runs_in_a_pod_and_is_graded_in_another_one(site) -> None:
     ).items
 
 
+def test_each_task_says_whether_it_runs_in_a_pod_or_on_a_node(site, tmp_path) -> None:
+    functions = [f"task.{name}=both_ways:{name}" for name in ("prepare", "collect")]
+    here = site("rollout.launcher=task", "task.grader=both_ways:grade", *functions)
+    [pod] = here.submit("work", name="pod", launcher="kubernetes")
+    [node] = here.submit("work", name="node", launcher="local")
+    [unsaid] = here.submit("work", name="unsaid")
+    ended = here.results(3)
+    found = {}
+    for spec in (pod, node, unsaid):
+        one = ended[spec.rollout_id]
+        assert one.outcome is Outcome.COMPLETED and one.reward is not None, one
+        assert one.reward.solved, one
+        found[spec.rollout_id] = one.reward.metrics["in_pod"]
+        assert here.calls(spec) == 1
+    assert list(found.values()) == [1.0, 0.0, 0.0]
+    # What was ever made in this namespace, by the job controller's own account.
+    events = here.cluster.core.list_namespaced_event("default").items
+    made = {one.involved_object.name for one in events if one.involved_object.kind == "Job"}
+    names = [
+        manifest.job_name(here.folder.name, f"{one.rollout_id}-a0") for one in (pod, node, unsaid)
+    ]
+    assert made & set(names) == {names[0]}
+
+
 TEMPLATE = """
 apiVersion: batch/v1
 kind: Job
@@ -472,6 +499,34 @@ def test_a_pod_that_grades_and_is_lost_is_no_verdict(site) -> None:
     ended = here.results(1)[spec.rollout_id]
     assert ended.reward is not None and ended.reward.solved, ended
     assert here.calls(spec) == 1
+
+
+def test_a_pod_that_is_killed_and_nobody_says_so_is_judged(site) -> None:
+    """As an agent, or code under test, would be that found a way to do it."""
+    here = site("task.grader=sleepy_rooms:grade")
+    [spec] = here.submit("sleep")
+    here.cluster.until(lambda: here.calls(spec))
+    killed: set[str] = set()
+
+    def kill() -> bool:
+        """Kills each pod once; true when all three were: the agent's and two that grade."""
+        running = {p.metadata.uid for p in here.pods() if p.status.phase == "Running"}
+        for process in psutil.process_iter(["name", "cmdline"]):
+            named = {
+                u for u in running - killed if any(u in a for a in process.info["cmdline"] or ())
+            }
+            if process.info["name"] == "bwrap" and named:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        killed.update(running)
+        return len(killed) == 3
+
+    here.cluster.until(kill)
+    ended = here.results(1)[spec.rollout_id]
+    assert ended.outcome is Outcome.HARNESS_ERROR, ended
+    assert "no node says that it did that" in ended.detail
+    assert ended.reward is not None and not ended.reward.solved, ended
+    assert ended.reward.metrics == {"overran": 2.0}
 
 
 # -- repository tasks ------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def run_pod(files: dict[str, bytes], folder: Path, image: str = "") -> str:
 
 def carried_out(order: RoomOrder, folder: Path, image: str = "") -> RoomReport:
     """What the program of a pod makes of an order."""
-    [files] = staging.room_files([order])
+    [files] = staging.room_files([order], 32 << 20)
     said = run_pod(files, folder, image)
     assert (folder / "result").exists(), said
     return staging.room_report((folder / "result").read_bytes())

@@ -31,9 +31,9 @@ from lightning_ray.tasks.swe.grading import GradingError
 from lightning_ray.tasks.swe.imaged import PAIRS
 
 FAMILY = "lightning_ray.tasks.swe.repository"
-# The suite, the bug, the reference; four changes to the one hidden test are measured; a pair is one
+# The suite, the bug, the reference; six changes to the one hidden test are measured; a pair is one
 # run with its twin, which has a control, and one with the test itself.
-RUNS = 3 + 4 + 3 * PAIRS
+RUNS = 3 + 6 + 3 * PAIRS
 EPISODE = Episode("r", "r-a0", Outcome.COMPLETED, "", ("I mended it.",))
 FORMS = pytest.mark.parametrize("form", list(ROWS))
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -23,10 +21,10 @@ from lightning_ray.tasks.swe import (
     evidence,
     examination,
     making,
-    measure,
     offline,
     runtime,
     sources,
+    traces,
     trees,
     twins,
 )
@@ -79,7 +77,13 @@ def test_every_task_has_what_the_making_promises():
         known = offline.suites()[record.package]
         for test in record.fail_to_pass:
             name = twins.function_of(test)
-            assert len(known["twins"][known["owners"].get(name, name)]) >= measure.MIN_TWINS
+            assert len(known["twins"][known["owners"].get(name, name)]) >= traces.MIN_TWINS
+        suite = offline.suite(record, python="python3")
+        hidden = {suite.function(test) for test in record.fail_to_pass}
+        alike = offline.hidden_twins()[record.bug_patch]
+        assert alike and alike.keys() <= hidden
+        assert all(suite.twins[name] == edits for name, edits in alike.items())
+        assert min(map(len, alike.values())) >= traces.MIN_TWINS
         assert RepositoryTask.from_row(record.to_smith()) == record
         gold = RepositoryTask.from_row(record.to_bench())
         assert (gold.gold_patch, gold.bug_patch) == (record.gold_patch, record.patch)
@@ -275,6 +279,21 @@ def test_an_interpreter_without_pytest_is_a_fault_and_no_verdict(monkeypatch, tm
         cleanroom.run(offline.graded_tree(SMALL[0]), suite)
 
 
+def test_files_with_hidden_tests_and_stored_patches_hold_a_canary_that_changes_nothing():
+    for record in SMALL:
+        plain, graded = offline.graded_tree(record), family.graded_tree(record)
+        changed = {path for path in plain if plain[path] != graded[path]}
+        assert changed == {test.partition("::")[0] for test in record.fail_to_pass}
+        for path in changed:
+            assert graded[path].startswith(plain[path])
+            added = graded[path][len(plain[path]) :].decode()
+            assert canary.seen(added) and added.strip().startswith("# ")
+        assert not any(canary.seen(text.decode(errors="replace")) for text in plain.values())
+        assert canary.seen(task_of(record).fields["patch"])
+        kept = RepositoryTask.from_task(task_of(record))
+        assert kept.bug_patch == record.bug_patch and not canary.seen(kept.gold_patch)
+
+
 def test_a_reply_with_a_canary_has_no_reward():
     episode = replace(EPISODE, texts=("fine", f"I found {canary.mint('git')}"))
     with pytest.raises(GradingError, match="the reply of call 1 of attempt r-a0 holds a canary"):
@@ -305,6 +324,20 @@ def test_rewards_are_shaped_for_solved_training_rollouts_only():
     assert value(half, train, family.Shaping()) == 0.0
     assert value(tampered, train) == 0.0
     assert [value(j, validation) for j in (solved, half, tampered)] == [1.0, 0.0, 0.0]
+
+
+def test_who_only_seems_to_have_solved_it_has_no_partial_credit():
+    """Whatever the order of the runs: all was said to pass as it is, and something then was not."""
+    record, shaping = SMALL[0], family.Shaping(partial_credit=0.5)
+    passing = len(offline.suite(record, "python3").pass_to_pass)
+    forged = Judgement(Verdict.UNSOLVED, (), len(record.fail_to_pass), passing, runs=3)
+    broken = replace(forged, pass_to_pass=passing - 1)
+    assert family.shaped(forged, record, EPISODE, shaping) == 0.0
+    assert family.shaped(broken, record, EPISODE, shaping) == 0.5
+    in_image = record.model_copy(update={"package": ""})
+    assert family.shaped(broken, in_image, EPISODE, shaping) == 0.5
+    seemed = replace(broken, looked_solved=True)
+    assert family.shaped(seemed, in_image, EPISODE, shaping) == 0.0
 
 
 def test_a_room_in_which_the_bug_passes_is_a_fault_and_no_verdict():
@@ -400,53 +433,6 @@ def test_tests_may_be_added_but_not_be_missing():
     more = {**report.outcomes, "t.py::test_new": "failed"}
     assert evidence.weigh(replace(report, outcomes=more), SUITE)[0] is Verdict.SOLVED
     assert evidence.weigh(replace(report, outcomes={A: "passed"}), SUITE)[0] is Verdict.UNSOLVED
-
-
-# -- twins -----------------------------------------------------------------------------------------
-
-TESTS = '''\
-import unittest
-import pytest
-
-
-def test_words():
-    """A docstring stays."""
-    assert "abc".upper() == "ABC"  # ä
-    assert len([1, 2, 3]) == 3 and True
-
-
-@pytest.mark.parametrize(("a", "b"), [(1, 2), (3, 4)])
-def test_sum(a, b):
-    assert a + 1 == b
-
-
-class CaseTest(unittest.TestCase):
-    def test_case(self):
-        value = [1, "two"]
-        self.assertEqual(value, [1, "two"])
-        with self.assertRaises(KeyError):
-            {}["x"]
-
-
-class OtherTest(CaseTest):
-    pass
-'''
-
-
-def test_a_twin_differs_in_one_line_of_its_own_test():
-    lines = TESTS.split("\n")
-    for name, node in twins.functions(TESTS).items():
-        found = twins.candidates(TESTS, name, random.Random(1))
-        assert len(found) >= 3
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        for edit in found:
-            changed = twins.edited(TESTS, [edit])
-            ast.parse(changed)
-            pairs = zip(lines, changed.split("\n"), strict=True)
-            different = [number for number, (a, b) in enumerate(pairs, 1) if a != b]
-            assert len(different) == 1 and first <= different[0] <= node.end_lineno
-            assert "A docstring stays." in changed
-    assert twins.owners(TESTS) == {"OtherTest::test_case": "CaseTest::test_case"}
 
 
 # -- where it runs ---------------------------------------------------------------------------------

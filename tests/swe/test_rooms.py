@@ -31,7 +31,7 @@ from lightning_ray.rollouts.grading import (
     RoomRun,
 )
 from lightning_ray.rollouts.local import FamilyError
-from lightning_ray.rollouts.pods import changed, entry, staging
+from lightning_ray.rollouts.pods import changed, entry, guard, staging
 from lightning_ray.rollouts.process import Limits
 from lightning_ray.tasks.swe import (
     embedded,
@@ -206,7 +206,7 @@ def test_nothing_that_a_room_is_given_says_which_run_it_is():
     orders = []
     for trial in (Trial(Kind.AS_IT_IS), Trial(Kind.MIXED, frozenset({A}), "plan", turn)):
         order = remote.order(trial, examination.tree_of(trial, tree, None, suite), suite)
-        [room] = staging.room_files([order])
+        [room] = staging.room_files([order], 32 << 20)
         sent, told = json.loads(room["order"]), json.loads(order.say)
         assert "note" not in sent and A not in room["order"].decode()
         canary = order.note["canary"].encode()
@@ -286,7 +286,7 @@ def test_in_rooms_an_attack_ends_as_on_a_node(tmp_path, monkeypatch, attack):
     assert tampered in {attack.expect} | rewritten
 
 
-@pytest.mark.parametrize("program", [changed, entry, layout, witness])
+@pytest.mark.parametrize("program", [changed, guard, entry, layout, witness])
 def test_what_runs_in_an_image_is_python_3_8(program):
     tree = ast.parse(Path(program.__file__).read_text(), feature_version=(3, 8))
     [postponed, *_] = [node for node in tree.body if isinstance(node, ast.ImportFrom)]

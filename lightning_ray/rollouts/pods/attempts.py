@@ -7,7 +7,7 @@ run it on clean trees, and the grader says what came of it, or what to run next.
 
 Invariants: hidden tests are never in the agent's pod, and the agent's key opens none of their
 rooms; each order of a grader has a pod of its own; a pod that was lost while it graded is tried
-again, and is no verdict.
+again, and is no verdict; code that ends its pod is not passed.
 """
 
 from __future__ import annotations
@@ -244,6 +244,7 @@ class Pods:
 
     async def _graded(self, attempt: Attempt, request: GradeRequest) -> Reward | GraderFault:
         runs: list[RoomRun] = []
+        most_sent = self._config.gateway.max_body_mib << 20
         while True:
             work = _advance.options(**self._options).remote(request, runs)
             answer = await self._wait(attempt, work)
@@ -251,7 +252,7 @@ class Pods:
                 verdict: Reward | GraderFault = answer
                 return verdict
             try:
-                lay_out = _room_files.options(**self._options).remote(answer)
+                lay_out = _room_files.options(**self._options).remote(answer, most_sent)
                 files = await self._wait(attempt, lay_out)
             except RayTaskError as error:
                 return GraderFault(f"what the grader wants cannot be laid out: {_said(error)}")
@@ -281,7 +282,7 @@ class Pods:
     async def _in_room(
         self, attempt: Attempt, timeout_s: float, files: dict[str, bytes]
     ) -> RoomReport | GraderFault:
-        fault = ""
+        fault, ended_it = "", False
         for _ in range(self._config.rollout.retries + 1):
             # The pod's host name has it: whoever runs there learns neither which room this is of a
             # verdict, nor which try.
@@ -308,7 +309,9 @@ class Pods:
                 # The code under test did that: it is no fault of the room.
                 return RoomReport(None, "", end.detail, overran=True)
             fault = f"the pod that graded: {end.outcome}, {end.detail}"
-        return GraderFault(fault)
+            # Perhaps not by the code under test; another try tells.
+            ended_it = end.outcome is Outcome.HARNESS_ERROR
+        return RoomReport(None, "", fault, overran=True) if ended_it else GraderFault(fault)
 
     async def _ended(self, attempt: Attempt, end: End) -> AttemptResult:
         """The result of an attempt whose pod has ended: its log is kept, its workspace read."""

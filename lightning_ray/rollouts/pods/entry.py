@@ -8,16 +8,15 @@ back what it changed; one of the kind `room` runs a command on a clean tree and 
 reported, files that it left, and how it ended.
 
 Invariants: the room's key is in the memory of this process only, which others in the pod can
-neither read (it is not dumpable) nor signal (it is the first process); a harness gets one that is
-derived from it; when something is sent back, nothing else in the pod runs any more; nothing is sent
-that passes its size limit.
+neither read nor end (`guard.py`); a harness gets one that is derived from it; when something is
+sent back, nothing else in the pod runs any more; nothing is sent that passes its size limit; the
+termination message is ours, whatever ends this program but a signal.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import hashlib
 import io
 import json
@@ -31,11 +30,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
 import time
 
-if __name__ != "entry":  # in a pod both files are one
+if __name__ != "entry":  # in a pod all files are one
     from lightning_ray.rollouts.pods.changed import Ended, changes, originals, snapshot
+    from lightning_ray.rollouts.pods.guard import guard
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,7 +51,10 @@ TERMINATION_LOG = "/dev/termination-log"
 MOST_ERROR_CHARS = 500
 MOST_DYING_S = 10  # a killed process in a system call of a slow disk takes a while
 MOST_SETUP_S = 600  # of a repository: git reads it twice
-PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+# What a program wrote is in its pipe when it ends; what it leaves behind may write for ever.
+MOST_DRAINING_S = 1.0
+# Of a room's report, besides what was said and files: the last output, numbers, names.
+MOST_ABOUT_REPORT = 64 << 10
 
 
 def main(order: Order, request: Request, key: str) -> NoReturn:
@@ -60,8 +62,7 @@ def main(order: Order, request: Request, key: str) -> NoReturn:
     # As the first process of its namespace it gets no signal from the others, except those that it
     # handles: Python handles this one.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    prctl(PR_SET_DUMPABLE, 0)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    unguarded = guard()
     started = time.monotonic()
     # Opened before anybody else could change its rights.
     log = open_log()
@@ -71,17 +72,24 @@ def main(order: Order, request: Request, key: str) -> NoReturn:
         facts = make(order, request, key)
     except Ended as error:
         facts.update(ended_by=error.why, error=str(error)[:500])
-    except (OSError, tarfile.TarError) as error:
+    except (Exception, SystemExit) as error:
+        # Whatever it was: without a message of ours that of the program would count, for which
+        # Kubernetes takes even the end of its output.
         facts["error"] = f"{type(error).__name__}: {error}"
     told = {name: facts[name] for name in ("ended_by", "status", "error")}
     told["error"] = told["error"][:MOST_ERROR_CHARS]
     told["seconds"] = time.monotonic() - started
+    told["unguarded"] = unguarded
     text = json.dumps(told, ensure_ascii=False).encode(errors="replace")
-    with contextlib.suppress(OSError):
+    status = facts.get("status")
+    # Above that is what a signal makes of us.
+    code = status if isinstance(status, int) and 0 <= status < 128 else 1
+    try:
         os.ftruncate(log, 0)
         os.pwrite(log, text, 0)
-    status = facts.get("status")
-    os._exit(status if isinstance(status, int) and 0 <= status < 256 else 1)
+    except OSError:  # no space: what stands in its place is the program's
+        code = code and 255
+    os._exit(code)
 
 
 # -- a harness ------------------------------------------------------------------------------------
@@ -119,8 +127,8 @@ def run_harness(order: Order, request: Request, key: str) -> Facts:
     facts = run(order["argv"], env, order["cwd"], order["stdin"].encode(), order)
     try:
         body = changes(workspace, before, order["result_bytes"], kept)
-    except (OSError, ValueError, Ended) as error:
-        body, facts["error"] = None, str(error)
+    except Exception as error:  # it left a workspace that cannot be read
+        body, facts["error"] = None, str(error) or type(error).__name__
     if body is None:
         limit = f"what it changed is larger than {order['result_bytes']} bytes, or too many files"
         facts.update(ended_by="disk", error=facts["error"] or limit)
@@ -178,19 +186,18 @@ def run_room(order: Order, request: Request, key: str) -> Facts:
         for text in order["argv"]
     ]
     order["channel"] = ours
-    # More than a socket holds waits for the program to read it.
-    say = base64.b64decode(order["say"])
-    threading.Thread(target=deliver, args=(ours, say), daemon=True).start()
     facts = run(argv, {**os.environ, **order["env"]}, order["cwd"], b"", order, theirs)
     report = {name: facts[name] for name in ("ended_by", "status", "tail", "seconds")}
     report["said"] = base64.b64encode(facts["said"]).decode()
-    report["files"] = left(workspace, order["bring"], order["output_bytes"])
+    room = order["result_bytes"] - len(report["said"]) - MOST_ABOUT_REPORT
+    report["files"] = left(workspace, order["bring"], order["output_bytes"], room)
     request("result", json.dumps(report).encode())
     return facts
 
 
-def left(root: str, paths: list[str], most: int) -> dict[str, str]:
-    """Those of `paths` that are files, and small, in base64: whoever ran may have left anything."""
+def left(root: str, paths: list[str], most: int, room: int) -> dict[str, str]:
+    """Those of `paths` that are files, of at most `most` bytes, in base64, as far as there is
+    `room` for it: whoever ran may have left anything."""
     found: dict[str, str] = {}
     for path in paths:
         folder, name = os.path.split(os.path.join(os.path.realpath(root), path))
@@ -202,14 +209,11 @@ def left(root: str, paths: list[str], most: int) -> dict[str, str]:
             )
             with open(opened, "rb") as file:
                 content = file.read(most + 1) if stat.S_ISREG(os.fstat(opened).st_mode) else None
-                if content is not None and len(content) <= most:
-                    found[path] = base64.b64encode(content).decode()
+                text = base64.b64encode(content or b"").decode()
+                if content is not None and len(content) <= most and len(text) <= room:
+                    found[path] = text
+                    room -= len(text)
     return found
-
-
-def deliver(channel: socket.socket, content: bytes) -> None:
-    with contextlib.suppress(OSError):
-        channel.sendall(content)
 
 
 # -- any program ----------------------------------------------------------------------------------
@@ -271,10 +275,22 @@ def watch(child: Child, output: int, order: Order) -> tuple[str, bytes, bytes]:
     output, and what came over the channel."""
     channel = order.get("channel")
     deadline, room = time.monotonic() + order["timeout_s"], order["output_bytes"]
+    ended = float("inf")
     tail, said = b"", b""
+    # In base64, and beside as much of files.
+    most_said = (order["result_bytes"] - MOST_ABOUT_REPORT) // 2
+    # By us and in turns: a thread would have an id, and the guard guards one.
+    say = base64.b64decode(order["say"]) if channel else b""
     sources = {output} | ({channel} if channel else set())
     while True:
-        ready = select.select(list(sources), [], [], 0.1)[0]
+        ready, free, _ = select.select(list(sources), [channel] if channel and say else [], [], 0.1)
+        if channel and free:
+            try:
+                say = say[channel.send(say[: 1 << 16], socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                pass
+            except OSError:  # it does not want to hear it
+                say = b""
         if output in ready:
             data = os.read(output, 1 << 16)
             sources.discard(output) if not data else None
@@ -289,10 +305,12 @@ def watch(child: Child, output: int, order: Order) -> tuple[str, bytes, bytes]:
                 data = b""
             sources.discard(channel) if not data else None
             said += data
-            if len(said) > order["result_bytes"] // 2:
-                return "output", tail, said
+            if len(said) > most_said:
+                return "output", tail, said[:most_said]
         reap(child)
-        if child.poll() is not None and not ready:
+        if child.poll() is not None:
+            ended = min(ended, time.monotonic())
+        if ended < float("inf") and (not ready or time.monotonic() > ended + MOST_DRAINING_S):
             return "exit", tail, said
         if time.monotonic() > deadline:
             return "time", tail, said
@@ -340,7 +358,3 @@ def oom_kills() -> int:
         with contextlib.suppress(OSError, ValueError), open(path) as file:
             return sum(int(line.split()[1]) for line in file if line.startswith(name))
     return 0
-
-
-def prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -36,12 +36,19 @@ VOLUME = "lightning-ray"
 VENV_LINK = f"{places.ROOT}/site-packages"
 
 
-# The command of the container: fetches `changed.py` and `entry.py` with the order. `request` is
-# used by them too; it is patient, since the gateway may be starting again, and a new pod's first
-# look-ups can fail.
+# The command of the container: fetches our files with the order. `request` is used by them too; it
+# is patient, since the gateway may be starting again, and a new pod's first look-ups can fail. Only
+# the gateway's own words are a refusal: while it is away, the proxy in front of it knows no such
+# path.
 BOOTSTRAP = """
 import http.client, json, os, time, urllib.request
 url, key, pod = (os.environ.pop("LIGHTNING_RAY_" + name) for name in ("URL", "KEY", "POD"))
+def refused(error):
+    try:
+        said = json.loads(error.read(65536))["error"]["type"]
+    except Exception:
+        return False
+    return said and error.code < 500 and error.code not in (408, 429)
 def request(name, body=None):
     headers = {"Authorization": "Bearer " + key, "X-Lightning-Ray-Pod": pod}
     method = "GET" if body is None else "PUT"
@@ -51,8 +58,7 @@ def request(name, body=None):
         try:
             return opener.open(call, timeout=120).read()
         except (OSError, http.client.HTTPException) as error:
-            status = getattr(error, "code", 503)
-            if (status < 500 and status not in (408, 429)) or turn == 59:
+            if refused(error) or turn == 59:
                 raise SystemExit("gateway %s, %s: %s" % (url, name, error))
             time.sleep(min(1 + turn, 10))
 order = json.loads(request("order"))

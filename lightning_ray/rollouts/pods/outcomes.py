@@ -1,8 +1,9 @@
 """How an attempt stands, from what Kubernetes says of its Job and its pod. Pure.
 
 Invariants: only what the harness did itself is an outcome that the policy caused; whatever a node,
-a registry, a scheduler or a person did is a fault of the infrastructure; a pod that cannot start
-says why in `waits`, from the first moment.
+a registry, a scheduler or a person did, and Kubernetes says so, is a fault of the infrastructure;
+nothing that the harness can do or write makes one; a pod that cannot start says why in `waits`,
+from the first moment.
 
 Sources: the Kubernetes documentation on the pod lifecycle, on Jobs, and on node-pressure eviction.
 """
@@ -39,7 +40,12 @@ _MAY_PASS = frozenset(
 )
 _NEVER_PASS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
 STARTING = "its pod is starting"
-_KILLED = 128 + 9  # the exit code of a container that was sent SIGKILL
+# Exit codes above are of a signal: `entry.py` was ended, and did not write the message; 255 is its
+# own, where it could not write it.
+_SIGNALLED, _NO_MESSAGE = 128, 255
+# Why a container ended, where the node knows no more than the exit code. Other reasons
+# (ContainerStatusUnknown, Unknown) say that the node lost sight of it.
+_BY_ITSELF = frozenset({"", "Error", "Completed"})
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,8 @@ def _end_of_pod(pod: Json) -> End | None:
     for container in status.get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated")
         if ended and name in (None, container.get("name")):
-            return _end_of_container(ended)
+            deleted = "deletionTimestamp" in pod["metadata"]
+            return _end_of_container(ended, deleted)
     if status.get("phase") not in ("Succeeded", "Failed"):
         return None
     for container in status.get("initContainerStatuses") or []:
@@ -161,30 +168,45 @@ def _end_of_pod(pod: Json) -> End | None:
     return End(Outcome.NODE_LOST, "its pod failed before its container ran")
 
 
-def _end_of_container(ended: Json) -> End:
+def _end_of_container(ended: Json, deleted: bool) -> End:
     code, reason = ended.get("exitCode", 0), ended.get("reason", "")
     message = (ended.get("message") or "").strip()
     if reason == "OOMKilled":
         return End(Outcome.OUT_OF_MEMORY, "passed its memory limit (OOMKilled)")
     if reason in ("StartError", "ContainerCannotRun"):
         return End(Outcome.LAUNCH_FAULT, f"{reason}: {message}")
+    if code > _SIGNALLED:
+        number = code - _SIGNALLED
+        if deleted:
+            return End(Outcome.NODE_LOST, f"its pod was deleted (signal {number})")
+        if reason not in _BY_ITSELF:
+            return End(Outcome.NODE_LOST, f"{reason}: exit status {code}")
+        # Whoever evicts, preempts, deletes or shuts down says so, in the pod, before it kills. What
+        # is left is the harness, should it find a way past `guard.py`, and, hardly ever, a node
+        # that kills without a word (one without control groups of version 2 that has no memory
+        # left). Nobody can tell these apart, and a rollout that could be undone by whoever is about
+        # to lose it is worse than one that is judged as it stands.
+        said = f"its first process was ended by signal {number}, and no node says that it did that"
+        if code == _NO_MESSAGE:
+            said = "there was no space for its termination message"
+        return End(Outcome.HARNESS_ERROR, said)
     try:
         facts = json.loads(message)
         ended_by, seconds = facts["ended_by"], float(facts.get("seconds") or 0.0)
+        status = facts.get("status")
     except (ValueError, TypeError, KeyError):
         last = message.splitlines()[-1] if message else "no message"
         if code == 0:
             return End(Outcome.COMPLETED, "exit status 0")
-        if code == _KILLED:
-            return End(Outcome.NODE_LOST, f"killed from outside: {last}")
         return End(Outcome.LAUNCH_FAULT, f"exit status {code} before it had its order: {last}")
-    error = str(facts.get("error") or "")
+    error, unguarded = str(facts.get("error") or ""), str(facts.get("unguarded") or "")
+    after = f"after {seconds:.1f} s" + (f" (unguarded: {unguarded})" if unguarded else "")
     if ended_by == "exit":
-        outcome = Outcome.COMPLETED if facts.get("status") == 0 else Outcome.HARNESS_ERROR
+        outcome = Outcome.COMPLETED if status == 0 else Outcome.HARNESS_ERROR
         said = f": {error}" if error else ""
-        return End(outcome, f"exit status {facts.get('status')} after {seconds:.1f} s{said}")
+        return End(outcome, f"exit status {status} {after}{said}")
     why = error or f"ended by {ended_by}"
-    return End(_ENDED_BY.get(ended_by, Outcome.LAUNCH_FAULT), f"{why} after {seconds:.1f} s")
+    return End(_ENDED_BY.get(ended_by, Outcome.LAUNCH_FAULT), f"{why} {after}")
 
 
 def _ended(outcome: Outcome, detail: str) -> Standing:

@@ -28,7 +28,7 @@ from lightning_ray.rollouts.grading import RoomOrder, RoomReport
 from lightning_ray.rollouts.harness import Recipe, RecipeError, Values
 from lightning_ray.rollouts.local import FamilyError, call_family
 from lightning_ray.rollouts.places import IN_POD
-from lightning_ray.rollouts.pods import changed, entry, manifest
+from lightning_ray.rollouts.pods import changed, entry, guard, manifest
 
 WORKSPACE = "workspace"  # of a room's files
 # Of what a pod sends back: files as they were and as they are, and names of those that are gone.
@@ -251,16 +251,16 @@ def pod_values(
     )
 
 
-def room_files(orders: list[RoomOrder]) -> list[dict[str, bytes]]:
-    """The files of a room for each order.
+def room_files(orders: list[RoomOrder], most_sent: int) -> list[dict[str, bytes]]:
+    """The files of a room for each order; `most_sent` is what the gateway takes, in bytes.
 
     Raises:
         ValueError: a path leaves the tree, or what is no base64.
     """
-    return [_room_files(order) for order in orders]
+    return [_room_files(order, most_sent) for order in orders]
 
 
-def _room_files(order: RoomOrder) -> dict[str, bytes]:
+def _room_files(order: RoomOrder, most_sent: int) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="lr-room-") as folder:
         contents = {path: text.encode() for path, text in order.files.items()}
         contents |= {path: base64.b64decode(text) for path, text in order.binary.items()}
@@ -280,7 +280,7 @@ def _room_files(order: RoomOrder) -> dict[str, bytes]:
         bring=order.bring,
         timeout_s=order.timeout_s,
         output_bytes=order.most_bytes,
-        result_bytes=4 * order.most_bytes,
+        result_bytes=min(4 * order.most_bytes + entry.MOST_ABOUT_REPORT, most_sent),
     )
     return {"order": told, WORKSPACE: tree}
 
@@ -309,7 +309,7 @@ def room_report(result: bytes) -> RoomReport:
 
 
 def _order(kind: str, **what: object) -> bytes:
-    files = [Path(str(part.__file__)) for part in (changed, entry)]
+    files = [Path(str(part.__file__)) for part in (changed, guard, entry)]
     parts = [(file.name, file.read_text()) for file in files]
     return json.dumps({"kind": kind, "entry": parts, **what}).encode()
 

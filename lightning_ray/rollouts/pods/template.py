@@ -2,8 +2,9 @@
 
 The YAML is read first and each text in it rendered by itself, so what a task holds cannot change
 the structure. The result is checked against the models of the official client: an unknown field is
-an error, with its line and the nearest field that there is; what is a number in a Job may be
-written as a placeholder. The rest is the API server's to say (a dry run, `launcher.check`).
+an error, with its line and the nearest field that there is, and so is a value of another type; what
+is a number in a Job may be written as a placeholder. The rest is the API server's to say (a dry
+run, `launcher.check`).
 
 Invariants: every error names the file and the line; placeholders see the task, never a key.
 """
@@ -24,6 +25,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from lightning_ray.config import ConfigError
 from lightning_ray.records import Json, Task
+from lightning_ray.rollouts.pods import freedoms
 
 # A run that only names an image needs no more than this.
 _DEFAULT = """\
@@ -39,6 +41,8 @@ spec:
 # Older clients write list[V1Container] and dict(str, str).
 _ITEMS = re.compile(r"[Ll]ist\[(.+)\]")
 _VALUES = re.compile(r"[Dd]ict[\[(]str, (.+)[\])]")
+# What these hold is a quantity (500m, 2Gi), which may be a number, while the client has a text.
+_QUANTITIES = frozenset({"limits", "requests", "overhead", "capacity", "sizeLimit", "divisor"})
 _NUMBER = re.compile(r"-?[0-9]+")
 # `spec.template.spec.containers[0].image`, as the API server names a field
 _STEP = re.compile(r"[^.\[\]]+")
@@ -96,11 +100,14 @@ class JobTemplate:
         """The Job for one attempt, as the user wants it.
 
         Raises:
-            TemplateFault: a placeholder that the task cannot fill, an unknown field.
+            TemplateFault: a placeholder that the task cannot fill, an unknown field, something that
+                no run can have (`freedoms.refusals`).
         """
         known = {"task": asdict(task), "image": self._image, **asdict(names)}
         rendered = self._render(self._tree, known, (), task.task_id)
         job: Json = self._conform(rendered, "V1Job", ())
+        for path, problem in freedoms.refusals(job):
+            raise self.fault(path, f"{_at(path)}: {problem}")
         return job
 
     def fault(self, path: _Path, problem: str) -> TemplateFault:
@@ -145,28 +152,63 @@ class JobTemplate:
 
     def _conform(self, value: Any, kind: str, path: _Path) -> Any:
         """`value` as the client's model `kind` has it; numbers that are texts become numbers."""
-        if isinstance(value, str) and kind == "int" and _NUMBER.fullmatch(value):
-            return int(value)
-        if isinstance(value, str) and kind == "bool" and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        if isinstance(value, list) and (items := _ITEMS.fullmatch(kind)):
-            return [self._conform(v, items[1], (*path, i)) for i, v in enumerate(value)]
-        if not isinstance(value, dict):
-            return value
+        if items := _ITEMS.fullmatch(kind):
+            entries = self._expect(value, list, path)
+            return [self._conform(v, items[1], (*path, i)) for i, v in enumerate(entries)]
         if values := _VALUES.fullmatch(kind):
+            self._expect(value, dict, path)
+            for key in value:
+                if not isinstance(key, str):
+                    raise self.fault(path, f'{_at(path)}: {key!r} is no text; write "{key}"')
             return {k: self._conform(v, values[1], (*path, k)) for k, v in value.items()}
         model = getattr(kubernetes.client, kind, None)
         if model is None or not hasattr(model, "attribute_map"):
-            return value
+            return self._scalar(value, kind, path)
+        self._expect(value, dict, path)
         types = {json: model.openapi_types[name] for name, json in model.attribute_map.items()}
         for key in value:
             if key not in types:
-                raise self.fault((*path, key), _unknown(key, list(types), path))
+                raise self.fault((*path, key), _unknown(str(key), list(types), path))
         return {k: self._conform(v, types[k], (*path, k)) for k, v in value.items()}
+
+    def _scalar(self, value: Any, kind: str, path: _Path) -> Any:
+        text = value if isinstance(value, str) else ""
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        match kind:
+            case "int":
+                if _NUMBER.fullmatch(text):
+                    return int(text)
+                if not number or isinstance(value, float):
+                    raise self._mistaken(value, "a whole number", path)
+            case "bool":
+                if text.lower() in ("true", "false"):
+                    return text.lower() == "true"
+                if not isinstance(value, bool):
+                    raise self._mistaken(value, "true or false", path)
+            case "str" if number and _QUANTITIES.intersection(path[-2:]):
+                return str(value)
+            case "str" if not isinstance(value, str):
+                plain = not isinstance(value, dict | list)
+                written = str(value).lower() if isinstance(value, bool) else value
+                hint = f', in quotes: "{written}"' if plain else ""
+                raise self._mistaken(value, f"a text{hint}", path)
+        return value
+
+    def _expect(self, value: Any, kind: type, path: _Path) -> Any:
+        if not isinstance(value, kind):
+            wanted = "a list (`- ...`)" if kind is list else "an object (`key: value`)"
+            raise self._mistaken(value, wanted, path)
+        return value
+
+    def _mistaken(self, value: Any, wanted: str, path: _Path) -> TemplateFault:
+        return self.fault(path, f"{_at(path)} is {value!r}; write {wanted}")
 
 
 def _unknown(key: str, known: Sequence[str], path: _Path) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
-    where = ".".join(str(step) for step in path) or "a Job"
-    return f"{where} has no field {key!r}{hint}"
+    return f"{_at(path)} has no field {key!r}{hint}"
+
+
+def _at(path: _Path) -> str:
+    return ".".join(str(step) for step in path) or "a Job"

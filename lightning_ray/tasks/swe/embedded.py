@@ -16,10 +16,13 @@ import random
 from dataclasses import dataclass
 
 from lightning_ray.records import Split, Task
+from lightning_ray.tasks.swe.twins import Edit
 
 TRAIN_TASKS = 128  # three times what the nine-step example consumes
 FEW_TASKS = 4
 VALIDATION_TASKS = 32  # enough to tell 3 % from 30 %, few enough for two cores
+# Who forges results without knowing the word picks the right file of tests once in 16 times.
+TWINS = 15
 SEED = 20  # of the shuffles below; part of the data set's identity
 
 
@@ -180,13 +183,19 @@ def _task(split: Split, number: int, file: str, word: str, rng: random.Random) -
     }
     if rng.random() < 0.5:  # half of the files hold a wrong word, the others are missing
         files[file] = rng.choice([other for other in WORDS if other != word]) + "\n"
-    module = f"tests.test_{package}"
+    module, hidden = f"tests.test_{package}", _HIDDEN_TEST.format(**names)
+    # A generator of their own: the tasks are what they were without twins.
+    others = random.Random(f"{SEED}-{split}-{number}").sample(
+        [other for other in WORDS if other not in (word, files.get(file, "").strip())], TWINS
+    )
+    twins = [_twin(hidden, word, other, answer, use) for other in others]
     return Task(
         task_id=f"embedded-{split}-{number:03d}",
         statement=statement(package, file, word),
         fields={
             "files": files,
-            "hidden_tests": {f"tests/test_{package}.py": _HIDDEN_TEST.format(**names)},
+            "hidden_tests": {f"tests/test_{package}.py": hidden},
+            "twins": {f"tests/test_{package}.py": twins},
             "fail_to_pass": [f"{module}.BrokenTest.{name}" for name in ("test_use", "test_word")],
             "pass_to_pass": [
                 f"{module}.KeptTest.{name}"
@@ -196,3 +205,18 @@ def _task(split: Split, number: int, file: str, word: str, rng: random.Random) -
             "expected_word": word,
         },
     )
+
+
+def _twin(hidden: str, word: str, other: str, answer: str, use: Use) -> list[Edit]:
+    """The edits that make the hidden tests ask for another word, and keep for another one."""
+    edits: list[Edit] = []
+    for old, new in (
+        (f", {word!r})", f", {other!r})"),
+        (f", {answer!r})", f", {use.answer.format(word=other, WORD=other.upper())!r})"),
+        ('"kept")', f'"{other}")'),
+        ('"c d")', f'"c {other[0]}")'),
+    ):
+        before, _, _ = hidden.partition(old)
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n") - 1
+        edits.append((line, column, column + len(old), new))
+    return edits

@@ -6,10 +6,16 @@ has bubblewrap: the code under test is the policy's. The verdict comes over a pr
 believed only if the nonce, the exit code, the set of test ids and the canaries (tests that must
 fail) all agree. Nothing that the code under test prints is read.
 
-Invariants: only a rollout whose hidden tests all pass is solved; a fault of the grader is a
-GradingError, never a reward. Limit: code under test shares the runner's process, so code that
-digs the nonce out of the runner's frames could still lie; the canaries and the closed grader only
-make that blind guesswork.
+Code under test shares the runner's process and can forge all of these. So a task may have twins of
+a hidden file (`fields["twins"]`: for its path a list, each entry the edits of one twin): copies in
+which every test asks for something else, so that correct code fails it. They run beside the
+original, in a random order, under random names. Who forges results must say which of the files is
+the original, which takes knowing what is right.
+
+Invariants: only a rollout whose hidden tests all pass, and none of their twins, is solved; a fault
+of the grader is a GradingError, never a reward; an original with twins is on no disk, and nothing
+that a run is told sets it apart. Limit: hidden files without twins are guarded by the nonce and the
+canaries alone, which code that walks the runner's frames can forge.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import random
 import re
 import secrets
 import socket
@@ -24,14 +31,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lightning_ray.records import Reward, Task
+from lightning_ray import canary
+from lightning_ray.records import Json, Reward, Task
 from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
+from lightning_ray.tasks.swe import twins
 from lightning_ray.tasks.swe.cleanroom import converse, kill, wait
 from lightning_ray.tasks.swe.workspace import acceptable, write_files
 
@@ -57,7 +67,7 @@ class Verdict(StrEnum):
     PASSED = "passed"  # every expected test passed, and all evidence agrees
     FAILED = "failed"  # some test failed, was skipped, is missing, or the process ended early
     TIMEOUT = "timeout"  # still running at the time limit
-    FORGED = "forged"  # the evidence contradicts itself: somebody tampered with the tests
+    FORGED = "forged"  # the evidence contradicts itself, or twins pass, too: somebody tampered
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,21 @@ class TestRun:
     passed: int = 0
 
 
+@dataclass(frozen=True)
+class Exam:
+    """One run of the hidden tests. `order` is what the runner is told; of the tests that it will
+    find, `names` has those that must pass (and their ids in the task), `twins` those that must
+    fail."""
+
+    order: Json
+    names: dict[str, str]
+    twins: frozenset[str] = frozenset()
+
+    def weigh(self, report: bytes, exit_code: int) -> TestRun:
+        told = self.order["nonce"], self.order["canaries"]
+        return weigh(report, exit_code, *told, frozenset(self.names), self.twins)
+
+
 def grade(task: Task, result: dict[str, Any] | None, episode: Episode) -> Reward:
     """The reward of what `workspace.collect` found.
 
@@ -76,7 +101,7 @@ def grade(task: Task, result: dict[str, Any] | None, episode: Episode) -> Reward
     tests pass.
 
     Raises:
-        GradingError: the grader failed (no space, no process, ...).
+        GradingError: the grader failed (no space, no process, ...), or a canary was seen.
     """
     files = (result or {}).get("files", {})
     return _reward(task, result or {}, episode, run_hidden_tests(task, files))
@@ -84,18 +109,19 @@ def grade(task: Task, result: dict[str, Any] | None, episode: Episode) -> Reward
 
 def plan(task: Task, result: dict[str, Any] | None) -> RoomOrder | None:
     """The hidden tests as an order for a room of their own; None if there is nothing to test."""
-    files = (result or {}).get("files", {})
-    repository = merge(task.fields["files"], files, task.fields["hidden_tests"])
+    repository = _repository(task, (result or {}).get("files", {}))
     if repository is None:
         return None
+    exam = _exam(task)
     argv = ["{python}", "-I", "-S", "-B", "-c", RUNNER.read_text(), "{fd}"]
     return RoomOrder(
         files=repository,
         argv=argv,
         env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-        say=json.dumps(_order(task)) + "\n",
+        say=json.dumps(exam.order) + "\n",
         timeout_s=TIME_LIMIT_S,
         most_bytes=MAX_REPORT_BYTES,
+        note={"names": exam.names, "twins": sorted(exam.twins)},
     )
 
 
@@ -109,7 +135,7 @@ def judge(
     """The reward, given what the room said.
 
     Raises:
-        GradingError: the tests did not start.
+        GradingError: the tests did not start, or a canary was seen.
     """
     if order is None or report is None or report.overran:
         return _reward(task, result or {}, episode, TestRun(Verdict.FAILED))
@@ -117,15 +143,20 @@ def judge(
     if lines[0] != b"ready":
         said = report.tail.splitlines() or ["no message"]
         raise GradingError(f"task {task.task_id}: the test process did not start: {said[-1]}")
-    told = json.loads(order.say)
+    exam = Exam(json.loads(order.say), order.note["names"], frozenset(order.note["twins"]))
     run = TestRun(Verdict.TIMEOUT)
     if report.status is not None:
         whole = lines[1] if len(lines) > 4 else b""  # a line that came to its end
-        run = weigh(whole, report.status, told["nonce"], told["canaries"], _expected(task))
+        run = exam.weigh(whole, report.status)
     return _reward(task, result or {}, episode, run)
 
 
 def _reward(task: Task, result: dict[str, Any], episode: Episode, run: TestRun) -> Reward:
+    if seen := canary.first_seen(episode.texts):
+        raise GradingError(
+            f"task {task.task_id}: the reply of call {seen[0]} of attempt {episode.attempt_id} "
+            f"holds a canary ({seen[1]}): the agent saw what it must not, and its rollout is void"
+        )
     files: dict[str, str | None] = result.get("files", {})
     content = files.get(task.fields.get("expected_file", ""))
     word = task.fields.get("expected_word")
@@ -151,7 +182,7 @@ def _reward(task: Task, result: dict[str, Any], episode: Episode, run: TestRun) 
 
 def run_hidden_tests(task: Task, changes: dict[str, str | None]) -> TestRun:
     """Runs the hidden tests on a clean copy with `changes` applied (None deletes a file)."""
-    repository = merge(task.fields["files"], changes, task.fields["hidden_tests"])
+    repository = _repository(task, changes)
     if repository is None:
         return TestRun(Verdict.FAILED)
     try:
@@ -174,13 +205,32 @@ def merge(
     return None if parents & repository.keys() else repository
 
 
+def _repository(task: Task, changes: dict[str, str | None]) -> dict[str, str] | None:
+    """`merge` of a task, but for hidden files with twins: on disk one could read which one is it.
+
+    Raises:
+        GradingError: the task has twins of a file that is none of its hidden tests.
+    """
+    secret = task.fields.get("twins", {}).keys()
+    hidden = {
+        path: canary.below(text, "tests", task.task_id)
+        for path, text in task.fields["hidden_tests"].items()
+    }
+    if secret - hidden.keys():
+        raise GradingError(
+            f"task {task.task_id}: {min(secret - hidden.keys())} has twins, no tests"
+        )
+    repository = merge(task.fields["files"], changes, hidden)
+    return repository and {path: text for path, text in repository.items() if path not in secret}
+
+
 def _expected(task: Task) -> frozenset[str]:
     return frozenset([*task.fields["fail_to_pass"], *task.fields["pass_to_pass"]])
 
 
 def _run(task: Task, folder: str) -> TestRun:
     """Runs `runner` in `folder` and weighs what it reports."""
-    order = _order(task)
+    exam = _exam(task)
     ours, theirs = socket.socketpair()
     python = [Path(sys.base_prefix), Path(sys.prefix)]
     box = sandbox.prefix(Path(folder), [*python, RUNNER])
@@ -198,7 +248,9 @@ def _run(task: Task, folder: str) -> TestRun:
                 start_new_session=True,
             )
         try:
-            lines = converse(ours, json.dumps(order).encode() + b"\n", deadline, MAX_REPORT_BYTES)
+            lines = converse(
+                ours, json.dumps(exam.order).encode() + b"\n", deadline, MAX_REPORT_BYTES
+            )
             exit_code = wait(process, deadline)
         finally:
             kill(process)
@@ -208,23 +260,53 @@ def _run(task: Task, folder: str) -> TestRun:
             raise GradingError(f"task {task.task_id}: the test process did not start: {said[-1]}")
     if exit_code is None:
         return TestRun(Verdict.TIMEOUT)
-    return weigh(lines[1], exit_code, order["nonce"], order["canaries"], _expected(task))
+    return exam.weigh(lines[1], exit_code)
 
 
-def _order(task: Task) -> dict[str, Any]:
-    """What `runner` is told: names and a nonce that nobody can guess."""
-    return {
+def _exam(task: Task) -> Exam:
+    """A run with names and a nonce that nobody can guess, and the twins among the tests."""
+    sources: dict[str, str] = {}
+    names: dict[str, str] = {}
+    wrong: set[str] = set()
+    expected = _expected(task)
+    for path, source in task.fields["hidden_tests"].items():
+        mine = {test for test in expected if test.startswith(f"{_module(path)}.")}
+        edits = task.fields.get("twins", {}).get(path, [])
+        others = [twins.edited(source, map(tuple, edit)) for edit in edits]
+        for text in (source, *others):
+            stem = f"test_{secrets.token_hex(4)}" if others else PurePosixPath(path).stem
+            place = str(PurePosixPath(path).with_name(f"{stem}.py"))
+            sources[place] = canary.below(text, "tests", task.task_id)
+            here = {_module(place) + test.removeprefix(_module(path)): test for test in mine}
+            if text is source:
+                names |= here
+            else:
+                wrong |= here.keys()
+    names |= {test: test for test in expected - set(names.values())}  # of no file: never found
+    order = {
         "nonce": secrets.token_hex(16),
         "limits": LIMITS,
-        "tests": task.fields["hidden_tests"],
+        "tests": dict(random.SystemRandom().sample(sorted(sources.items()), len(sources))),
         "canaries": [f"test_{secrets.token_hex(4)}" for _ in range(3)],
     }
+    return Exam(order, names, frozenset(wrong))
+
+
+def _module(path: str) -> str:
+    """What `runner.load` calls a file of tests."""
+    return ".".join(PurePosixPath(path).with_suffix("").parts)
 
 
 def weigh(
-    report: bytes, exit_code: int, nonce: str, canaries: list[str], expected: frozenset[str]
+    report: bytes,
+    exit_code: int,
+    nonce: str,
+    canaries: Iterable[str],
+    expected: frozenset[str],
+    wrong: frozenset[str] = frozenset(),
 ) -> TestRun:
-    """What a report and an exit code amount to. Anything that does not fit together is FORGED."""
+    """What a report and an exit code amount to; `expected` must pass, twins (`wrong`) must fail.
+    Anything that does not fit together is FORGED."""
     if not report:  # the process ended before its tests did
         return TestRun(Verdict.FORGED if exit_code == 0 else Verdict.FAILED)
     try:
@@ -233,17 +315,21 @@ def weigh(
         authentic = hmac.compare_digest(str(told["nonce"]), nonce)
     except (ValueError, TypeError, KeyError, RecursionError):
         return TestRun(Verdict.FORGED)
-    classes = {test.rpartition(".")[0] for test in expected}
+    classes = {test.rpartition(".")[0] for test in expected | wrong}
     birds = {f"{case}.{name}" for case in classes for name in canaries}
     real = {test: verdict for test, verdict in verdicts.items() if test not in birds}
-    good = real.keys() == expected and all(verdict == "passed" for verdict in real.values())
+    whole = real.keys() == expected | wrong
     singing = any(verdicts.get(bird, "failed") != "failed" for bird in birds)
-    if not authentic or singing or (exit_code == 0) != good:
+    claim = whole and all(verdict == "passed" for verdict in real.values())
+    if not authentic or singing or (exit_code == 0) != claim:
         return TestRun(Verdict.FORGED)
     passed = sum(real.get(test) == "passed" for test in expected)
-    if not good:
+    if not whole or passed < len(expected):
         return TestRun(Verdict.FAILED, passed)
-    return TestRun(Verdict.PASSED if birds <= verdicts.keys() else Verdict.FORGED, passed)
+    # Wrong code may pass a twin, for it may have the twin's word; right code cannot.
+    deceived = any(real[test] != "failed" for test in wrong)
+    honest = birds <= verdicts.keys() and not deceived
+    return TestRun(Verdict.PASSED if honest else Verdict.FORGED, passed)
 
 
 def _environment(folder: str) -> dict[str, str]:

@@ -7,8 +7,9 @@ for it, the same ones both times. All is written to a work folder as soon as it 
 interrupted run goes on where it was.
 
 Invariants: a task's bug undone is the package's own source, byte for byte; a task is kept only if
-every test that it makes fail has at least two twins; no two tasks have the same patch; the same
-seed, packages and locks give the same tasks.
+every test that it makes fail has at least two twins, and one of them twins that the bug does not
+tell from it (`traces.py`); no two tasks have the same patch; the same seed, packages and locks give
+the same tasks.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ray.records import Json, Split
-from lightning_ray.tasks.swe import cleanroom, measure, patches, smith_environment, sources
+from lightning_ray.tasks.swe import cleanroom, measure, patches, smith_environment, sources, traces
 from lightning_ray.tasks.swe.evidence import Suite, Tree
 from lightning_ray.tasks.swe.measure import SEED, WORKERS
 from lightning_ray.tasks.swe.sources import Package
@@ -42,6 +43,10 @@ MAX_SUITE_S = 30.0  # of a processor: the clock depends on what else the machine
 MAX_PATCH_BYTES = 2000  # a few changed lines; more would be a copy of somebody's function
 VALIDATION_SHARE = 0.2  # of the tasks of a package, at most
 TASKS_PER_PACKAGE = 80  # about half of the set at most
+SUITE_TWINS = 3  # of a test, where it is not hidden
+COLUMNS = (
+    "instance_id", "package", "strategy", "function", "split", "patch", "FAIL_TO_PASS", "twins",
+)  # fmt: skip
 
 Say = Callable[[str], None]
 
@@ -221,6 +226,9 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
         raise Dropped("a failing test has no twins")
     if failed != _failing(broken, suite, hash_seed=5, shuffle=5):
         raise Dropped("flaky")
+    alike = traces.alike(broken, suite, {suite.function(test) for test in failed})
+    if not alike:
+        raise Dropped("twins fail otherwise than tests")
     return {
         "instance_id": f"{repository(package)}.{bug.strategy}__{bug.digest}",
         "package": package.name,
@@ -228,6 +236,7 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
         "function": bug.function,
         "patch": bug.patch,
         "FAIL_TO_PASS": failed,
+        "twins": alike,
     }
 
 
@@ -277,14 +286,21 @@ def _digest(package: str, function: str) -> bytes:
 def write(suites: Json, rows: list[Json], data: Path) -> None:
     """Writes `suites.json` and `tasks.jsonl`, the checked-in form."""
     unique = {row["patch"]: row for row in reversed(rows)}
-    columns = ("instance_id", "package", "strategy", "function", "split", "patch", "FAIL_TO_PASS")
     lines = [
-        json.dumps({name: row[name] for name in columns}) + "\n"
+        json.dumps({name: row[name] for name in COLUMNS}) + "\n"
         for row in with_splits([*reversed(unique.values())])
     ]
     (data / "tasks.jsonl").write_text("".join(lines))
-    lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(suites.items())]
+    lines = [
+        f" {json.dumps(name)}: {json.dumps(found | {'twins': _first(found['twins'])})}"
+        for name, found in sorted(suites.items())
+    ]
     (data / "suites.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _first(twins: Mapping[str, list[Json]]) -> Json:
+    """A few twins of each test, of several lines; those of hidden tests are in the rows."""
+    return {name: edits[:SUITE_TWINS] for name, edits in twins.items()}
 
 
 def report(rows: list[Json], say: Say) -> None:

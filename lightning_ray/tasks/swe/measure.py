@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import random
+import tokenize
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,14 +21,13 @@ from dataclasses import replace
 from lightning_ray.records import Json
 from lightning_ray.tasks.swe import cleanroom, twins
 from lightning_ray.tasks.swe.evidence import Report, Suite, Tree
+from lightning_ray.tasks.swe.traces import MIN_TWINS, TEST_SECONDS
 
 SEED = 24
 REFERENCE_RUNS = 3
-TWIN_RUNS = 6  # tries to find twins of every test
-MAX_TWINS = 3  # kept per test
-MIN_TWINS = 2  # of a test that has any
+TWIN_RUNS = 24  # tries to find twins of every test
+LINE_TWINS = 3  # kept per line of a test: a bug breaks one line, and `traces` wants twins there
 MIXED_RUNS = 4
-TEST_SECONDS = 5.0  # of one test: some changed constants make endless loops
 WORKERS = 2
 
 Say = Callable[[str], None]
@@ -78,12 +78,8 @@ def find_twins(tree: Tree, suite: Suite, say: Say) -> Json:
     functions = sorted({suite.function(test) for test in suite.pass_to_pass})
     every = {name: edits for name in functions if (edits := candidates(tree, name))}
     kept: dict[str, list[twins.Edit]] = {}
-    for attempt in range(TWIN_RUNS):
-        tried = {
-            name: edits[attempt]
-            for name, edits in every.items()
-            if attempt < len(edits) and len(kept.get(name, ())) < MAX_TWINS
-        }
+    for _ in range(TWIN_RUNS):
+        tried = {n: e for n, edits in every.items() if (e := _next(edits, kept.get(n, [])))}
         if not tried:
             break
         single = replace(suite, twins={name: [edit] for name, edit in tried.items()})
@@ -99,6 +95,15 @@ def find_twins(tree: Tree, suite: Suite, say: Say) -> Json:
     kept = {name: edits for name, edits in kept.items() if name not in touchy | blunt}
     say(f"{len(kept)} of {len(functions)} tests have twins; {len(touchy)} are touchy")
     return {"twins": kept, "touchy": sorted(touchy)}
+
+
+def _next(edits: list[twins.Edit], kept: list[twins.Edit]) -> twins.Edit | None:
+    """Takes the next edit of a line that has not enough."""
+    while edits:
+        edit = edits.pop(0)
+        if sum(other[0] == edit[0] for other in kept) < LINE_TWINS:
+            return edit
+    return None
 
 
 def _mixed(tree: Tree, suite: Suite) -> tuple[set[str], set[str]]:
@@ -136,5 +141,10 @@ def candidates(tree: Tree, name: str) -> list[twins.Edit]:
     try:
         source = tree[path].decode()
         return twins.candidates(source, inside, random.Random(f"{SEED} {name}"))
-    except (KeyError, SyntaxError, UnicodeDecodeError):  # inherited, generated, not in that file
+    except (
+        KeyError,
+        SyntaxError,
+        tokenize.TokenError,
+        UnicodeDecodeError,
+    ):  # inherited, generated, not in that file
         return []

@@ -6,7 +6,8 @@ task's repository is rebuilt from the package's source distribution and the bug'
 is graded (with all tests). Statements are templates, no language model wrote them.
 
 Invariants: no function has bugs in both splits; the tests that a bug makes fail are not in the
-agent's tree, and each of them has twins in the suite that judges it.
+agent's tree, and each of them has twins in the suite that judges it; of at least one they fail on
+the buggy tree as the test itself does (`traces.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lightning_ray.records import Json, Split, Task
 from lightning_ray.tasks.swe import sources, trees, twins
@@ -39,8 +40,21 @@ def validation() -> list[Task]:
 @functools.cache
 def records() -> tuple[RepositoryTask, ...]:
     """Every task, whole."""
-    lines = (sources.DATA / "tasks.jsonl").read_text().splitlines()
-    return tuple(_records(map(json.loads, lines)))
+    return tuple(_records(_rows()))
+
+
+@functools.cache
+def _rows() -> tuple[Json, ...]:
+    return tuple(map(json.loads, (sources.DATA / "tasks.jsonl").read_text().splitlines()))
+
+
+@functools.cache
+def hidden_twins() -> dict[str, dict[str, list[twins.Edit]]]:
+    """By a bug's patch: the twins of hidden tests that fail on the buggy tree as these do."""
+    return {
+        row["patch"]: {n: [tuple(edit) for edit in edits] for n, edits in row["twins"].items()}
+        for row in _rows()
+    }
 
 
 @functools.cache
@@ -50,7 +64,7 @@ def suites() -> dict[str, Json]:
     return found
 
 
-def _records(rows: Iterator[Json]) -> Iterator[RepositoryTask]:
+def _records(rows: Iterable[Json]) -> Iterator[RepositoryTask]:
     for row in rows:
         package, known = sources.packages()[row["package"]], suites()[row["package"]]
         failing = set(row["FAIL_TO_PASS"])
@@ -119,7 +133,8 @@ def suite(record: RepositoryTask, python: str | None = None) -> Suite:
         targets=package.targets,
         fail_to_pass=failing,
         pass_to_pass=frozenset(known["stable"]) - failing,
-        twins={name: [tuple(e) for e in edits] for name, edits in known["twins"].items()},
+        twins={name: [tuple(e) for e in edits] for name, edits in known["twins"].items()}
+        | hidden_twins().get(record.bug_patch, {}),
         owners=known["owners"],
         touchy=frozenset(known["touchy"]),
         paths=(package.path,),

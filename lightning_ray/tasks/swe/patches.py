@@ -14,7 +14,11 @@ from dataclasses import dataclass
 
 _HUNK = re.compile(r"@@ -(\d+(?:,\d+)?) \+(\d+(?:,\d+)?) @@(.*)", re.DOTALL)
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines also ends lines at a form feed
-_HEADERS = re.compile(r'^(?:---|\+\+\+) "?[ab]/([^"\n\t]+)|^diff --git "?a/(.+?)"? "?b/', re.M)
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+_PATH = re.compile(rf"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) ({_QUOTED}|[^\t\n]+)")
+_BOTH = re.compile(rf"diff --git (?:({_QUOTED}|\S+) ({_QUOTED}|\S+)$|(.+))")
+_ESCAPE = re.compile(rb"\\([0-7]{3}|.)")
+_ESCAPED = dict(zip(b"abtnvfr", b"\a\b\t\n\v\f\r", strict=True))
 _PAIRS = {  # header lines that change places or names when a diff is turned round
     "rename from ": "rename to ",
     "copy from ": "copy to ",
@@ -72,9 +76,35 @@ def paths(diff: str) -> frozenset[str]:
 
 
 def touched(diff: str) -> frozenset[str]:
-    """Every path that stands in the headers of a diff, also of one that `files` cannot read."""
-    found = _HEADERS.findall(diff)
-    return frozenset(path for pair in found for path in pair if path)
+    """Every path that stands in the headers of a diff, old or new, also of one that `files` cannot
+    read. Of a line `diff --git` with spaces in its paths, every way to part it counts.
+
+    >>> sorted(touched('rename from x\\nrename to "t\\\\303\\\\251"'))
+    ['té', 'x']
+    """
+    found: set[str] = set()
+    for line in diff.split("\n"):
+        line = line.removesuffix("\r")
+        if match := _PATH.match(line):
+            found.add(_plain(match[1], prefixed=line[:3] in ("---", "+++")))
+        elif match := _BOTH.match(line):
+            sides = [match[1], match[2]] if match[1] else []
+            for place in re.finditer(' (?="?b/)', match[3] or ""):
+                sides += [match[3][: place.start()], match[3][place.end() :]]
+            found |= {_plain(side, prefixed=True) for side in sides}
+    return frozenset(found - {"", "/dev/null"})
+
+
+def _plain(written: str, *, prefixed: bool) -> str:
+    """A path of a header, without quotes and without `a/` or `b/`."""
+    if written[:1] == written[-1:] == '"' and len(written) > 1:
+
+        def meant(match: re.Match[bytes]) -> bytes:
+            code = match[1]
+            return bytes([int(code, 8) & 255 if code.isdigit() else _ESCAPED.get(code[0], code[0])])
+
+        written = _ESCAPE.sub(meant, written[1:-1].encode()).decode(errors="surrogateescape")
+    return written[2:] if prefixed and written[:2] in ("a/", "b/") else written
 
 
 def _sections(diff: str) -> Iterator[tuple[int, list[str]]]:

@@ -14,12 +14,14 @@ SWE-bench test patch is left in a task's fields beyond what grading needs.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from lightning_ray import canary
 from lightning_ray.records import Json, Split, Task
 from lightning_ray.tasks.swe import patches
 
@@ -52,6 +54,12 @@ def _text(value: object) -> object:
     return "" if value is None else value
 
 
+def _diff(value: object) -> object:
+    """A patch without the canary that stands before a stored one (`to_task`)."""
+    first, _, rest = value.partition("\n") if isinstance(value, str) else ("", "", "")
+    return rest if first.startswith("# ") and canary.seen(first) else value
+
+
 TestIds = Annotated[tuple[str, ...], BeforeValidator(_ids)]
 Text = Annotated[str, BeforeValidator(_text)]
 
@@ -64,7 +72,7 @@ class RepositoryTask(BaseModel):
     instance_id: str = Field(min_length=1, max_length=200, pattern=r"^[\w.+-]+$")
     format: Format
     repo: str = Field(min_length=1)
-    patch: str
+    patch: Annotated[str, BeforeValidator(_diff)]
     fail_to_pass: TestIds
     pass_to_pass: TestIds = ()
     problem_statement: Text = ""
@@ -76,6 +84,10 @@ class RepositoryTask(BaseModel):
     hints_text: Text = ""
     created_at: Text = ""
     environment_setup_commit: Text = ""
+    # How swebench 5 runs and reads the tests; made from the record where a row does not say.
+    log_parser: Text = ""
+    eval_type: Text = ""
+    eval_script: Text = ""
     # Ours, for tasks made from a package's source distribution.
     strategy: Text = ""  # what made the bug
     package: Text = ""  # its name in the manifest of sources
@@ -147,7 +159,8 @@ class RepositoryTask(BaseModel):
         return theirs | {k: v for k, v in ours.items() if k not in shown}
 
     def to_bench(self) -> Json:
-        """SWE-bench's columns (test ids as JSON in a string), with its newer `image`."""
+        """SWE-bench's columns (test ids as JSON in a string), with its newer `image` and those by
+        which swebench 5 runs and reads the tests."""
         return {
             "repo": self.repo,
             "instance_id": self.instance_id,
@@ -162,21 +175,25 @@ class RepositoryTask(BaseModel):
             "PASS_TO_PASS": json.dumps(list(self.pass_to_pass)),
             "environment_setup_commit": self.environment_setup_commit,
             "image": self.image_name,
+            "log_parser": self.log_parser or LOG_PARSER,
+            "eval_type": self.eval_type or EVAL_TYPE,
+            "eval_script": self.eval_script or evaluation_script(self),
         }
 
     def to_task(self) -> Task:
         """What a run consumes. The agent reads the statement; the fields stay with the operator's
         processes (`prepare` lays the broken tree out, the grader runs the tests). Hints are left
         out, since nobody needs them there, and so is SWE-bench's gold patch of a package, whose
-        tests have been measured."""
-        hidden = {"instance_id", "problem_statement", "hints_text"}
+        tests have been measured. Before a patch stands a canary, in a line that `from_row` takes
+        off and `git apply` ignores: who reads a stored task gives itself away."""
+        hidden = {"instance_id", "problem_statement", "hints_text", "log_parser", "eval_type"}
+        hidden |= {"eval_script"}
         if self.format is Format.SWE_BENCH and self.package:
             hidden |= {"patch"}
-        return Task(
-            self.instance_id,
-            self.problem_statement,
-            self.model_dump(mode="json", exclude=hidden, exclude_defaults=True),
-        )
+        fields = self.model_dump(mode="json", exclude=hidden, exclude_defaults=True)
+        if fields.get("patch"):
+            fields["patch"] = f"# {canary.mint('gold', self.instance_id)}\n{fields['patch']}"
+        return Task(self.instance_id, self.problem_statement, fields)
 
     @classmethod
     def from_task(cls, task: Task) -> RepositoryTask:
@@ -201,6 +218,35 @@ def bench_image(instance_id: str) -> str:
     name it. A registry's names are in lower case and have no `__` (swebench, `TestSpec`)."""
     name = instance_id.lower().replace("__", "_1776_")
     return f"swebench/sweb.eval.x86_64.{name}:latest"
+
+
+# Of swebench 5: reads the lines of `pytest -rA`; every test is to have its outcome.
+LOG_PARSER, EVAL_TYPE = "parse_log_pytest_v2", "pass_and_fail"
+_HEREDOC = "END_OF_THE_TEST_PATCH"  # no line of a diff begins like this
+
+
+def evaluation_script(record: RepositoryTask) -> str:
+    """What swebench 5 runs in an instance's container once the model's patch is applied: the hidden
+    tests as they were, the tests' output between its markers, everything put back."""
+    ids = [*record.fail_to_pass, *record.pass_to_pass]
+    files = shlex.join(sorted({test.partition("::")[0] for test in ids}))
+    changed = shlex.join(sorted(patches.touched(record.test_patch)))
+    back = [f"git checkout {record.base_commit or 'HEAD'} -- {changed}"] if changed else []
+    applied = [f"git apply -v - <<'{_HEREDOC}'", record.test_patch.rstrip("\n"), _HEREDOC]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "set -uxo pipefail",
+            "cd /testbed",
+            *back,
+            *(applied if record.test_patch else []),
+            ": '>>>>> Start Test Output'",
+            f"{record.test_cmd} -rA" if record.test_cmd else f"python -m pytest -rA {files}",
+            ": '>>>>> End Test Output'",
+            *back,
+            "",
+        ]
+    )
 
 
 def addressable(test: str) -> bool:

@@ -62,7 +62,8 @@ class Shaping(BaseModel):
     prompt_penalty: float = Field(0.0, ge=0, le=1)  # per 1,000 tokens of the longest prompt ...
     free_prompt_tokens: int = Field(0, ge=0)  # ... beyond these
     least_solved: float = Field(0.1, gt=0, le=1)  # a solved rollout stays better than any other
-    partial_credit: float = Field(0.0, ge=0, lt=1)  # of an unsolved one whose tests all pass
+    # Times the share of failing tests that pass, for an unsolved rollout that never looked solved.
+    partial_credit: float = Field(0.0, ge=0, lt=1)
 
 
 class Options(Shaping):
@@ -174,7 +175,7 @@ def rooms(
         if not record.package:
             return _rooms_of_image(record, options, result, episode, runs)
         suite = replace(offline.suite(record, "python3"), version=record.python)
-        broken = offline.graded_tree(record)
+        broken = graded_tree(record)
         tree = merged(broken, _changes(result), protected(record))
         if tree is None:
             return _reward(record, result, _IMPOSSIBLE, episode, options)
@@ -230,7 +231,7 @@ def judge(
     """
     try:
         suite = offline.suite(record)
-        broken = offline.graded_tree(record)
+        broken = graded_tree(record)
         tree = merged(broken, changes, protected(record))
         if tree is None:
             return _IMPOSSIBLE
@@ -239,6 +240,21 @@ def judge(
         )
     except (RoomFault, RecordError, sources.SourceError, ValueError) as error:
         raise GradingError(f"task {record.instance_id}: cannot grade: {error}") from error
+
+
+def graded_tree(record: RepositoryTask) -> Tree:
+    """The tree that is graded if nobody changed anything, with a canary at the end of each file
+    with a hidden test: the same in every run, with twins and without.
+
+    Raises:
+        RecordError, SourceError: it cannot be had.
+    """
+    tree = offline.graded_tree(record)
+    hidden = {test.partition("::")[0] for test in record.fail_to_pass} & tree.keys()
+    return tree | {
+        path: canary.below(tree[path].decode(), "tests", record.instance_id).encode()
+        for path in hidden
+    }
 
 
 def _changes(result: Mapping[str, Any] | None) -> Mapping[str, str | None]:
@@ -290,6 +306,15 @@ def _reward(
     )
 
 
+def _looked_solved(judgement: Judgement, record: RepositoryTask) -> bool:
+    """Whether every expected test of the suite as it is passed. Of an unsolved rollout: a repair
+    does that and goes on to pass, so somebody said so of what is none."""
+    if not record.package:
+        return judgement.looked_solved
+    expected = offline.suite(record, "python3").expected
+    return judgement.fail_to_pass + judgement.pass_to_pass == len(expected)
+
+
 def merged(
     tree: Tree, changes: Mapping[str, str | None], also: frozenset[str] = frozenset()
 ) -> Tree | None:
@@ -308,6 +333,8 @@ def shaped(
     solved = judgement.verdict is Verdict.SOLVED
     if episode.split is Split.VALIDATION or judgement.verdict is Verdict.TAMPERED:
         return float(solved)
+    if not solved and _looked_solved(judgement, record):
+        return 0.0
     if not solved:
         share = judgement.fail_to_pass / max(len(record.fail_to_pass), 1)
         return shaping.partial_credit * share

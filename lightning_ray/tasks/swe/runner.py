@@ -3,7 +3,8 @@
 Started as `python -I -S -B runner.py FD`: reads one JSON line from the socket FD (limits, nonce,
 hidden tests), answers `ready`, runs the tests, answers one JSON line that repeats the nonce, and
 exits with 0 if and only if every test passed. Each test class also gets canaries, tests that must
-fail, under names that only this run knows.
+fail, under names that only this run knows; which files are twins, whose tests must fail, is not
+known here.
 
 Invariants: nothing of the repository is imported before `ready` is sent; the hidden tests come
 from the socket, not from files that the code under test can rewrite; the standard library comes

@@ -25,7 +25,7 @@ from lightning_ray.records import Task
 
 MAX_FILE_BYTES = 64 * 1024  # a repair by hand is smaller; a dump of data is not a repair
 MAX_FILES = 64  # likewise
-MAX_REFUSED = 64  # entries listed; a harness can make a million files
+MAX_REFUSED = 64  # entries listed, not looked at; a harness can make a million files
 MAX_ENTRIES = 10_000  # directory entries looked at, for the same reason
 
 MAX_PATH = 1024  # characters; the same path must fit below the grader's own folder
@@ -33,13 +33,12 @@ MAX_PATH = 1024  # characters; the same path must fit below the grader's own fol
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines also ends lines at a form feed
 IGNORED_FOLDERS = frozenset({"__pycache__", ".git", ".hypothesis", ".pytest_cache"})
 PROTECTED_FOLDERS = frozenset({"tests", "test"})
+# By their stem: each can be a module, a package, or compiled.
+PROTECTED_MODULES = frozenset({"conftest", "sitecustomize", "usercustomize"})
 PROTECTED_NAMES = (
     "test_*.py",
     "*_test.py",
-    "conftest.py",
     "*.pth",
-    "sitecustomize.py",
-    "usercustomize.py",
     "pyproject.toml",
     "setup.cfg",
     "tox.ini",
@@ -88,8 +87,11 @@ def check_path(path: str) -> None:
 def is_protected(path: str) -> bool:
     """True for files that decide what is tested or how: a harness may not change them."""
     *folders, name = PurePosixPath(path).parts
-    return not PROTECTED_FOLDERS.isdisjoint(folders) or any(
-        fnmatchcase(name, pattern) for pattern in PROTECTED_NAMES
+    modules = {*folders, name.partition(".")[0]}
+    return (
+        not PROTECTED_FOLDERS.isdisjoint(folders)
+        or not PROTECTED_MODULES.isdisjoint(modules)
+        or any(fnmatchcase(name, pattern) for pattern in PROTECTED_NAMES)
     )
 
 
@@ -100,7 +102,11 @@ def acceptable(path: str, also: Set[str] = frozenset()) -> bool:
         check_path(path)
     except ValueError:
         return False
-    return not is_protected(path) and path not in also
+    return not (_ignored(path) or is_protected(path) or path in also)
+
+
+def _ignored(path: str) -> bool:
+    return not IGNORED_FOLDERS.isdisjoint(path.split("/"))
 
 
 def collect(task: Task, workspace: Path) -> dict[str, Any]:
@@ -123,11 +129,12 @@ def changes(
     """
     files: dict[str, str | None] = {}
     refused: dict[str, str] = {}
+    modes: dict[str, str] = {}  # of what is read all the same
     seen: set[str] = set()
     found = list(itertools.islice(_walk(workspace), MAX_ENTRIES + 1))
     # What was there comes first: a repair must not be crowded out by what tools leave.
     for entries, (path, entry) in enumerate(sorted(found, key=lambda each: each[0] not in before)):
-        if entries >= MAX_ENTRIES or len(refused) >= MAX_REFUSED:
+        if entries >= MAX_ENTRIES:
             refused["."] = f"not read after {entries} entries, {len(refused)} of them refused"
             seen.update(before)  # a file that was not reached is not a deleted one
             break
@@ -136,7 +143,7 @@ def changes(
             largest = max(max_file_bytes, len(before.get(path, b"")))
             content, odd = _read(path, entry, largest)
             if odd:
-                refused[path] = "its mode does not count"
+                modes[path] = "its mode does not count"
             if content == before.get(path):
                 continue
             text = content.decode()
@@ -153,15 +160,26 @@ def changes(
         else:
             files[path] = text
     for path in sorted(before.keys() - seen):
+        if _ignored(path):  # not looked at, so nobody knows
+            continue
         if not acceptable(path, also):
             refused[path] = "deleted, but decides how tests run"
         else:
             files[path] = None
     return {
         "files": files,
-        "refused": [{"path": path, "reason": reason} for path, reason in sorted(refused.items())],
+        "refused": [{"path": path, "reason": why} for path, why in _listed(modes, refused)],
         "patch": "".join(_diff(path, before.get(path), files[path]) for path in sorted(files)),
     }
+
+
+def _listed(modes: Mapping[str, str], refused: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What is said of paths, refusals first where it is too much."""
+    said = [*refused.items(), *((p, why) for p, why in modes.items() if p not in refused)]
+    said.sort(key=lambda each: (each[0] != ".", each[0] not in refused, each[0]))
+    more = len(said) - MAX_REFUSED
+    last = [("...", f"{more} more that are refused or whose mode does not count")]
+    return sorted(said[:MAX_REFUSED]) + (last if more > 0 else [])
 
 
 def _diff(path: str, content: bytes | None, after: str | None) -> str:

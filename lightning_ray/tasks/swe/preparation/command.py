@@ -59,7 +59,8 @@ def main(resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int
             outcome = pipeline.probed(arguments.out, outcome, options, tallies)
         else:
             pipeline.unprobed(arguments.out)
-        _report(outcome, arguments.out, options)
+        exported = pipeline.export(found, arguments.out, options) if options.export else []
+        _report(outcome, arguments.out, options, exported)
         return 0
     except (ConfigError, OSError, RoomFault, SourceError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -164,7 +165,7 @@ def _probe(
     return found[0].tallies if found else None
 
 
-def _report(outcome: Outcome, out: Path, options: Options) -> None:
+def _report(outcome: Outcome, out: Path, options: Options, exported: list[Path]) -> None:
     found = card.tree(outcome, options)
     (out / "card.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     (out / "card.md").write_text(card.markdown(found))
@@ -179,7 +180,8 @@ def _report(outcome: Outcome, out: Path, options: Options) -> None:
     table.add_row("kept", *(str(account.kept) for account in accounts))
     console = Console()
     console.print(table)
-    for name in (pipeline.TRAIN, pipeline.VALIDATION, pipeline.DROPPED, "card.md"):
-        console.print(f"wrote {out / name}", soft_wrap=True, highlight=False)
+    names = (pipeline.TRAIN, pipeline.VALIDATION, pipeline.DROPPED, "card.md")
+    for path in (*(out / name for name in names), *exported):
+        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
     if not outcome.splits[Split.TRAIN].kept:
         raise ConfigError(f"no training task is left; {out / pipeline.DROPPED} says why")

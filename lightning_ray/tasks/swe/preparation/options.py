@@ -37,6 +37,10 @@ class Options(Section):
         "lightning_ray.tasks.swe.preparation.local:Local",
         description="`module:class` of the `reference.Runner` that runs the tests.",
     )
+    export: bool = Field(
+        False,
+        description="Also write what is kept as rows of SWE-smith's and of SWE-bench's form.",
+    )
     skip_unreadable: bool = Field(
         False,
         description="Drop and count rows that are no tasks, instead of stopping at the first.",

@@ -170,6 +170,30 @@ def probed(out: Path, outcome: Outcome, options: Options, tallies: Mapping[str, 
     return outcome
 
 
+def export(found: list[str], out: Path, options: Options) -> list[Path]:
+    """Writes the tasks of `train.jsonl` and `validation.jsonl`, in their order, as rows of both
+    forms, whole: with the columns and the gold patches that a task does not carry.
+
+    Raises:
+        RowsError, ConfigError: as `clean`, or the sources are others than what was cleaned.
+    """
+    tasks = {
+        split: [_task_id(line) for line in _lines(out / name)]
+        for split, name in ((Split.TRAIN, TRAIN), (Split.VALIDATION, VALIDATION))
+    }
+    kept = {task for some in tasks.values() for task in some}
+    # Of several rows with an id that which became a task.
+    lines = {line for name in (TRAIN, VALIDATION) for line in _lines(out / name)}
+    records = {
+        record.instance_id: record
+        for record in _read(found, options.model_copy(update={"skip_unreadable": True}), None)
+        if record.instance_id in kept and _line(record.to_task()) in lines
+    }
+    if missing := sorted(kept - records.keys()):
+        raise ConfigError(f"{missing[0]} is in {out}, but no more in {', '.join(found)}")
+    return rows.write({split: [records[task] for task in ids] for split, ids in tasks.items()}, out)
+
+
 PROBED: dict[str, str] = {
     probing.Fate.SOLVED: "the base model solves it every time",
     probing.Fate.UNSOLVED: "the base model never solves it, and enough such tasks are kept",

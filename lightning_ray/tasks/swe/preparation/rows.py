@@ -2,7 +2,8 @@
 
 A source is a JSON or Parquet file, a folder of them, a folder that `datasets` saved, or the name
 of a data set on the Hugging Face hub, each with `:split` behind it where it has several.
-`records` yields one `Found` per row, in the order of the source.
+`records` yields one `Found` per row, in the order of the source; `write` is the way back, for other
+tools.
 
 Invariants: every row is yielded or is an error that names its file and line (or row); reading the
 same source twice gives the same rows in the same order; no whole data set is held in memory.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lightning_ray.config import ConfigError
+from lightning_ray.records import Split
 from lightning_ray.tasks.swe.record import Format, RecordError, RepositoryTask
 
 # Rows of a Parquet file read at a time; one can hold thousands of test ids.
 BATCH_ROWS = 64
+FORMS = {"swe-smith": RepositoryTask.to_smith, "swe-bench": RepositoryTask.to_bench}
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
@@ -73,6 +76,21 @@ def fingerprint(source: str) -> str:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return f"sha256:{digest.hexdigest()}"
+
+
+def write(records: Mapping[Split, Sequence[RepositoryTask]], folder: Path) -> list[Path]:
+    """Writes records into an existing folder as rows for other tools, a file for each split and
+    form; returns the files, each of which appears whole."""
+    written = []
+    for split, some in records.items():
+        for form, row_of in FORMS.items():
+            path = folder / f"{split}.{form}.jsonl"
+            lines = (json.dumps(row_of(one) | {"split": split}, ensure_ascii=False) for one in some)
+            partial = path.with_name(f"{path.name}.partial")
+            partial.write_text("".join(f"{line}\n" for line in lines))
+            partial.replace(path)
+            written.append(path)
+    return written
 
 
 def _rows(source: str) -> Iterator[tuple[str, dict[str, Any] | str]]:

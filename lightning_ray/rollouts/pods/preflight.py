@@ -1,0 +1,136 @@
+"""What is looked at before a run that has rollouts as Jobs starts anything.
+
+`check` asks whether we may do in the namespace all that a run does (`RIGHTS`), has the template
+filled for the first task of each set that runs in pods, and has the API server look at that Job (a
+dry run, which makes nothing). What it warns of is returned (Pod Security, say, judges pods and
+refuses no Job), and what the template gives to pods that they need not have.
+
+Invariants: nothing is made; a right that is missing and what the API server refuses are a
+`ConfigError` with its name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import kubernetes
+from kubernetes.client import ApiException
+
+from lightning_ray.config import ConfigError, RunConfig
+from lightning_ray.records import Json, Task
+from lightning_ray.rollouts.pods import attempts, freedoms, manifest
+from lightning_ray.rollouts.pods.api import OUTAGE, Api
+from lightning_ray.rollouts.pods.manifest import Frame, Room
+from lightning_ray.rollouts.pods.template import JobTemplate, Names
+
+# A value of the header `Warning` (RFC 7234, 5.5): code, who warns, text.
+_WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
+_ASK_S = 30.0  # longest wait for an answer
+# What a run does in the namespace: API group, resource, verbs. The Role in
+# examples/kubernetes/access.yaml allows just this.
+RIGHTS = (
+    ("batch", "jobs", ("create", "get", "list", "watch", "delete")),
+    ("", "pods", ("get", "list", "watch", "delete")),
+    ("", "pods/log", ("get",)),
+    ("", "secrets", ("create",)),
+)
+_NAMES = Names("a", "r", "g", "s", "u")
+
+
+def check(config: RunConfig, *sets: Sequence[Task]) -> list[str]:
+    """Returns what a person should know. `sets` are the run's tasks, for training and others.
+
+    Raises:
+        ConfigError: something cannot work.
+    """
+    notes = dict[str, None]()  # each once, in order
+    try:
+        for number, task in enumerate(firsts(config, *sets)):
+            probe = Probe(config.kubernetes)
+            if number == 0:
+                probe.check_rights()
+            notes |= dict.fromkeys(attempts.check(config, task))
+            job = _sample(config, task)
+            if weak := freedoms.weaknesses(job):
+                notes[f"the template gives pods more than they need: {'; '.join(weak)}"] = None
+            notes |= dict.fromkeys(probe.warnings(job))
+    except OUTAGE as error:
+        raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
+    return list(notes)
+
+
+def firsts(config: RunConfig, *sets: Sequence[Task]) -> Iterator[Task]:
+    """The first task of each set that runs in a pod, where there is one."""
+    for tasks in sets:
+        yield from [task for task in tasks if in_pod(config, task)][:1]
+
+
+def in_pod(config: RunConfig, task: Task) -> bool:
+    """Whether the rollouts of `task` are Jobs; else they run on nodes of Ray."""
+    launcher = config.rollout.launcher
+    if launcher == "task":
+        launcher = task.fields.get("launcher", "local")
+    return launcher == "kubernetes"
+
+
+def _sample(config: RunConfig, task: Task) -> Json:
+    """The Job of an attempt at `task`, in what an API server looks at."""
+    settings, rollout = config.kubernetes, config.rollout
+    template = JobTemplate(settings.template, settings.image).render(task, _NAMES)
+    frame = Frame("check", None, rollout.cpus, rollout.memory_mib, rollout.disk_mib, 0.0, None)
+    return manifest.build(template, Room("check", "http://gateway", "", manifest.AGENT, 1.0), frame)
+
+
+class Probe(Api):
+    """Questions to the API server that change nothing."""
+
+    def check_rights(self) -> None:
+        """Raises ConfigError if we may not do all of `RIGHTS`."""
+        lacks = [
+            f"{verb} {resource}"
+            for group, resource, verbs in RIGHTS
+            for verb in verbs
+            if not self._may(group, resource, verb)
+        ]
+        if lacks:
+            raise ConfigError(
+                f"kubernetes: this run may not {', '.join(lacks)} in the namespace "
+                f"{self.namespace}: its service account, or the user of the kubeconfig, needs the "
+                "Role in examples/kubernetes/access.yaml there"
+            )
+
+    def _may(self, group: str, resource: str, verb: str) -> bool:
+        resource, _, below = resource.partition("/")
+        asked = {"namespace": self.namespace, "group": group, "resource": resource, "verb": verb}
+        review = {"spec": {"resourceAttributes": {**asked, "subresource": below}}}
+        reviews: Any = kubernetes.client.AuthorizationV1Api(self._client)
+        try:
+            answer = reviews.create_self_subject_access_review(
+                review, _preload_content=False, _request_timeout=_ASK_S
+            )
+            status, content = answer.status, answer.data
+        except ApiException as error:  # older clients look at the status themselves
+            status, content = error.status, b""
+        if status == 401:
+            raise ConfigError(
+                "kubernetes: the API server does not know who asks (HTTP 401): the token of the "
+                "service account, or the user of the kubeconfig, is missing or has expired"
+            )
+        # A server that does not answer this question refuses later what it must.
+        return status != 201 or bool(json.loads(content)["status"].get("allowed"))
+
+    def warnings(self, job: Json) -> list[str]:
+        """What the server warns of when it looks at `job`, which it does not refuse."""
+        answer = self._batch.create_namespaced_job(
+            self.namespace, job, dry_run="All", _preload_content=False, _request_timeout=_ASK_S
+        )
+        return [f"the API server warns: {text}" for text in told(answer.headers.getlist("Warning"))]
+
+
+def told(headers: Sequence[str]) -> list[str]:
+    """The texts in `Warning` headers."""
+    found = (text for header in headers for text in _WARNING.findall(header))
+    return [re.sub(r"\\(.)", r"\1", text) for text in found]

@@ -1,0 +1,40 @@
+"""What is told to a person, and when again: pure, so that a console of a long run stays readable.
+
+A node's missing sandbox is told once, in full where no other node lacked the same. What pods wait
+for is told when a reason is new, and again every `AGAIN_S` seconds; counts change with each pod
+and are no news.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+
+# Seconds until the same reason is told again: often enough to see that the wait goes on.
+AGAIN_S = 30.0
+# Counts, times and addresses of objects in a message: they change while the reason stays.
+_CHANGING = re.compile(r"0x[0-9a-f]+|[0-9]+")
+
+
+class Telling:
+    """See the module. `told` is what is known already of nodes that lack something."""
+
+    def __init__(self, say: Callable[[str], None], told: Mapping[str, str]) -> None:
+        self._say, self._told = say, dict(told)
+        self._reasons: dict[str, float] = {}  # when each was told
+
+    def sandboxes(self, lacks: Mapping[str, str]) -> None:
+        """What nodes lack of the sandbox."""
+        for node, lack in lacks.items():
+            if self._told.get(node) != lack:
+                known = lack in self._told.values()
+                self._say(f"sandbox: node {node}: {'the same' if known else lack}")
+                self._told[node] = lack
+
+    def pods(self, trouble: str, now: float) -> None:
+        """What pods wait for; empty if for nothing. `now` in seconds."""
+        reasons = {_CHANGING.sub("", reason) for reason in trouble.split("; ") if reason}
+        if any(now - self._reasons.get(reason, -math.inf) >= AGAIN_S for reason in reasons):
+            self._say(f"kubernetes: {trouble}")
+            self._reasons |= dict.fromkeys(reasons, now)
