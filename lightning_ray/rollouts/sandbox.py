@@ -140,7 +140,9 @@ def steady() -> Protection:
 def _seen() -> Path:
     """Remembers what worked since this machine, or container, was started."""
     root = Path(os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray").expanduser()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = ""
+    with contextlib.suppress(OSError):  # not every kernel has it (gVisor's)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return root / "sandbox" / f"{boot}-{os.readlink('/proc/self/ns/mnt')[5:-1]}"
 
 
@@ -223,8 +225,9 @@ def around(
 
 
 def prefix(folder: Path, readable: Iterable[Path], hidden: Iterable[Path] = ()) -> list[str]:
-    """What stands before a command line, so that it runs in a sandbox without any network, in which
-    it can write to `folder` only; nothing where this machine cannot. `hidden` folders are empty.
+    """What stands before a command line, so that it runs in a sandbox without any network (where a
+    box can have its own), in which it can write to `folder` only; nothing where this machine cannot
+    make one. `hidden` folders are empty.
 
     Raises:
         SandboxError: there is less than the run's configuration asks for, or than there was before.
