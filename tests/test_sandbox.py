@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ import pytest
 
 from lightning_ray.config import ConfigError, load
 from lightning_ray.records import Outcome, Task
-from lightning_ray.rollouts import forkserver, harness, process, sandbox, usage
+from lightning_ray.rollouts import forkserver, harness, process, sandbox, syscalls, usage
 from lightning_ray.rollouts.forkserver import Preload
 from lightning_ray.rollouts.harness import Recipe
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_attempt
@@ -101,7 +102,23 @@ attacks = {
     "swap its workspace for a link": swap_workspace,
     "link a file of others into its workspace": link_out,
     "take memory that no process has mapped": lambda: fill(A["memory"]),
+    "leave a message in the kernel's keyring": lambda: adds_key(),
+    "ask what the page cache holds": lambda: asks_cache(),
+    "take a file out of the page cache": lambda: drops(),
 }
+
+def adds_key():
+    number = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
+    return libc.syscall(number, b"user", b"lr-test", b"message", 7, -3) > 0
+
+def asks_cache():
+    file = open(sys.executable, "rb", buffering=0)
+    file.read(1)
+    return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+
+def drops():
+    file = open(sys.executable, "rb")
+    return os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED) is None
 
 def fill(path):
     with open(path, "wb") as f:
@@ -134,6 +151,10 @@ ROOT_ONLY = {
     "write to the system",
     "write to a setting of the kernel",
 }
+
+
+# A container around us may refuse these already.
+REFUSED_BY_CONTAINERS = {"leave a message in the kernel's keyring"}
 
 
 @dataclass(frozen=True)
@@ -261,7 +282,7 @@ def _own_address() -> str:
 def test_an_attack_works_only_without_the_sandbox(worked: dict, name: str) -> None:
     assert not worked["executed"][name]
     assert not worked["forked"][name]
-    if os.getuid() == 0 or name not in ROOT_ONLY:
+    if (os.getuid() == 0 or name not in ROOT_ONLY) and name not in REFUSED_BY_CONTAINERS:
         assert worked["none"][name], "an attack that never works shows nothing"
 
 
@@ -771,6 +792,72 @@ def test_a_kernel_that_refuses_a_namespace_is_named(kind: str, said: str) -> Non
         check=True,
     )
     assert done.stdout.startswith(said), done
+
+
+STARTS = """
+from pathlib import Path
+from lightning_ray.rollouts import sandbox
+try:
+    print(len(sandbox.prefix(Path("/tmp"), [])) > 0)
+except sandbox.SandboxError as error:
+    print(error)
+"""
+
+
+@boxed
+def test_where_a_sandbox_worked_once_nothing_runs_without_one_later(tmp_path: Path) -> None:
+    shell = """
+$PYTHON -c "$STARTS"
+echo 0 > /proc/sys/user/max_user_namespaces
+$PYTHON -c "$STARTS"
+rm -r $LIGHTNING_RAY_CACHE/sandbox
+$PYTHON -c "$STARTS"
+"""
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "sh", "-c", shell],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHON": sys.executable,
+            "STARTS": STARTS,
+            "LIGHTNING_RAY_CACHE": str(tmp_path),
+        },
+        check=True,
+    )
+    with_it, used_up, at_first = done.stdout.splitlines()
+    assert with_it == "True"
+    assert used_up.startswith("a sandbox worked before on this machine, and now: bubblewrap cannot")
+    assert at_first == "False"
+
+
+def test_a_grader_runs_no_code_without_the_sandbox_that_the_run_requires(
+    elsewhere: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    elsewhere.setenv("PATH", str(tmp_path / "bin"))  # no bubblewrap
+    elsewhere.setenv("LIGHTNING_RAY_CACHE", str(tmp_path))
+    found = {}
+    for require in (False, True):
+        elsewhere.setenv(*next(iter(sandbox.for_graders(Wanted(require=require)).items())))
+        try:
+            found[require] = sandbox.prefix(tmp_path, [])
+        except SandboxError as error:
+            found[require] = str(error)
+    assert found[False] == []
+    assert "sandbox_require=true, but this machine cannot: bubblewrap is not" in found[True]
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_every_jump_of_the_filter_ends_at_an_instruction(machine: str) -> None:
+    code = list(struct.iter_unpack("=HBBI", syscalls.assemble(machine)))
+    for at, (kind, then, other, _) in enumerate(code):
+        if kind & 7 == 5:
+            assert at + 1 + max(then, other) < len(code)
+    assert code[-1][0] == 6  # a return
+    with pytest.raises(OSError, match="no filter of system calls for mips"):
+        syscalls.assemble("mips")
 
 
 def test_a_control_group_is_made_where_the_kernel_has_them(tmp_path: Path) -> None:

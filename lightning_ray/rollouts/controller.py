@@ -339,6 +339,7 @@ class RolloutController:
             grader=grader,
             limits=limits(self._config, task.grader_timeout_s),
             log=self._config.run_dir / "rollouts" / attempt_id / "grader.log",
+            sandbox=wanted(self._config),
         )
         try:
             pods = self._pods_of(attempt)

@@ -62,7 +62,7 @@ class Preload:
 def _code() -> str:
     """A digest of the files that a server runs."""
     digest = hashlib.sha256()
-    for name in ("forkserver.py", "supervisor.py", "box.py", "usage.py"):
+    for name in ("forkserver.py", "supervisor.py", "box.py", "syscalls.py", "usage.py"):
         with open(os.path.join(os.path.dirname(__file__), name), "rb") as file:
             digest.update(file.read())
     return digest.hexdigest()

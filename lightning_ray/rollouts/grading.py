@@ -31,6 +31,7 @@ from typing import Any
 from lightning_ray.records import Json, Outcome, Reward, Split, Task
 from lightning_ray.rollouts import process
 from lightning_ray.rollouts.process import EndedBy, Limits
+from lightning_ray.rollouts.sandbox import Wanted, for_graders
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class GraderFault:
 
 @dataclass(frozen=True)
 class GradeRequest:
-    """One reward that is wanted. `grader` is a function (`module:function`) or a command."""
+    """One reward that is wanted. `grader` is a function (`module:function`) or a command, which
+    learns what `sandbox` the run wants (`sandbox.for_graders`)."""
 
     task: Task
     result: Json | None
@@ -65,6 +67,7 @@ class GradeRequest:
     grader: str | list[str]
     limits: Limits
     log: Path
+    sandbox: Wanted = field(default_factory=Wanted)
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,9 @@ def _ask(request: GradeRequest, step: str, more: Json | None = None) -> str | Gr
             argv,
             # Graders are the operator's own code: they import what we can import, and have our
             # environment.
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            | for_graders(request.sandbox),
             cwd=Path.cwd(),
             log=request.log,
             limits=request.limits,

@@ -246,7 +246,9 @@ def readable(recipe: Recipe, venv: Path | None, path: str) -> list[Path]:
         elif text.startswith(PACKAGE_FILE):
             found.append(Path(_package_file(text)))
     programs = [shutil.which(name, path=path) for name in (recipe.command[0], "node")]
-    return [*found, *(Path(program) for program in programs if program)]
+    for program in filter(None, programs):
+        found += [Path(program), Path(program).resolve()]  # a link may lead to what is not shown
+    return found
 
 
 def _interpreter(venv: Path) -> Path:

@@ -2,7 +2,8 @@
 
 `protection` finds out, once per process, what this machine can give; `around` describes the sandbox
 of one attempt: bubblewrap's arguments, and where the gateway is. Who builds and enters it is in
-`box.py`; the way out is in `relay.py`.
+`box.py`, the system calls that it refuses are in `syscalls.py`; the way out is in `relay.py`.
+`prefix` and `room` are for graders.
 
 Inside there are: the system's programs and libraries and a few files of /etc, read-only; what the
 recipe names (its environment, its interpreter, files of its command), read-only; the attempt's
@@ -10,17 +11,18 @@ workspace, home, task and tmp, at the paths that they have in every attempt (`pl
 /proc, /dev and /dev/shm. Nothing else of the file system, no other process, and no network but the
 gateway. Invariants: the run directory and the operator's home stay hidden also where they lie below
 a system folder; nothing in the box can be written but the attempt's own folders, whose disk is
-limited, and /dev/shm, which is small.
+limited, and /dev/shm, which is small; where a sandbox has worked, nothing runs without one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import ipaddress
 import os
 import re
 import shutil
-import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -29,11 +31,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lightning_ray.config import ConfigError, RunConfig
-from lightning_ray.rollouts import process
+from lightning_ray.rollouts import process, syscalls
 from lightning_ray.rollouts.places import IN_SANDBOX, Places
 from lightning_ray.rollouts.process import Limits, Sandbox
 
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store")
+# Not /opt and /nix/store: nobody knows what an operator keeps there (`rollout.sandbox_paths`).
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 # The rest of /etc is the operator's: keys, passwords, mounts.
 _ETC = (
     "alternatives", "bash.bashrc", "ca-certificates", "group", "inputrc", "ld.so.cache",
@@ -49,7 +52,11 @@ _POD = (
     "false and, where the node has AppArmor, appArmorProfile: {type: Unconfined}"
 )
 _SHM_BYTES = 64 << 20  # as in a Docker container: it is memory that belongs to no process
+_SCRATCH_BYTES = 256 << 20  # of a grading run: it is memory
 _PROBE_S = 30.0  # a probe takes 0.2
+_ABSENT = "bubblewrap is not installed"
+_GRADERS = "LIGHTNING_RAY_SANDBOX"  # tells graders what the run's configuration wants
+_REQUIRE = "require"
 
 
 class Mode(StrEnum):
@@ -90,7 +97,7 @@ def protection() -> Protection:
     """Builds a box with every protection, and one without a network, until one works."""
     program = shutil.which("bwrap")
     if program is None:
-        return Protection(None, False, ("bubblewrap is not installed",))
+        return Protection(None, False, (_ABSENT,))
     reason = _probe(program, network=True)
     if reason is None:
         return Protection(program, True)
@@ -104,6 +111,48 @@ def wanted(config: RunConfig) -> Wanted:
     rollout = config.rollout
     mode, paths = Mode(rollout.sandbox), tuple(rollout.sandbox_paths)
     return Wanted(mode, rollout.sandbox_require, paths, (config.run_dir,))
+
+
+def steady() -> Protection:
+    """`protection`, if it is not less than it was before on this machine: a program that uses up
+    namespaces or processes must not get the next one started without a sandbox.
+
+    Raises:
+        SandboxError: it is less.
+    """
+    able, seen = protection(), _seen()
+    most = seen.read_text() if seen.exists() else ""
+    now = ("network" if able.network else "bubblewrap") if able.bubblewrap else ""
+    if now == most or now == "network":
+        if now != most:
+            with contextlib.suppress(OSError):  # no cache: each process finds out for itself
+                seen.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                seen.write_text(now)
+    elif most and able.missing != (_ABSENT,):  # who takes bubblewrap away means it
+        protection.cache_clear()  # the next try may find it well
+        raise SandboxError(
+            f"a sandbox worked before on this machine, and now: {'; '.join(able.missing)} (if that "
+            f"is meant to be so, delete {seen})"
+        )
+    return able
+
+
+def _seen() -> Path:
+    """Remembers what worked since this machine, or container, was started."""
+    root = Path(os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray").expanduser()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return root / "sandbox" / f"{boot}-{os.readlink('/proc/self/ns/mnt')[5:-1]}"
+
+
+def for_graders(wanted: Wanted) -> dict[str, str]:
+    """What the environment of a grader says, so that `prefix` and `room` know it."""
+    return {_GRADERS: _REQUIRE if wanted.require else wanted.mode.value}
+
+
+def _able_to_grade() -> Protection:
+    said = os.environ.get(_GRADERS, Mode.AUTO.value)
+    check(Wanted(require=True) if said == _REQUIRE else Wanted(Mode(said)))
+    return steady()
 
 
 def check(wanted: Wanted) -> str | None:
@@ -147,8 +196,11 @@ def around(
     Raises:
         SandboxError: there is less than the configuration asks for.
     """
+    if wanted.mode is Mode.NONE:
+        return None, url
+    able = steady()
     check(wanted)
-    if wanted.mode is Mode.NONE or (able := protection()).bubblewrap is None:
+    if able.bubblewrap is None:
         return None, url
     host, port, inside = _inside(url)
     outside, hosts = Places.below(folder), folder / "hosts"
@@ -172,14 +224,35 @@ def around(
 
 def prefix(folder: Path, readable: Iterable[Path], hidden: Iterable[Path] = ()) -> list[str]:
     """What stands before a command line, so that it runs in a sandbox without any network, in which
-    it can write to `folder` only; nothing where this machine cannot. `hidden` folders are empty."""
-    program = shutil.which("bwrap")
-    if program is None:
+    it can write to `folder` only; nothing where this machine cannot. `hidden` folders are empty.
+
+    Raises:
+        SandboxError: there is less than the run's configuration asks for, or than there was before.
+    """
+    return _before(folder, _mounts(set(readable), hidden, _bind("--bind", folder)))
+
+
+def room(folder: Path, shown: Iterable[Path], hidden: Iterable[Path] = ()) -> list[str]:
+    """`prefix` for runs that must not learn of each other, nor fill a disk: of the system there is
+    only what is in `shown`, and `folder` is in memory, of a limited size, but for the files that
+    are in it.
+
+    Raises:
+        SandboxError: see `prefix`.
+    """
+    own = {folder: ["--size", str(_SCRATCH_BYTES), "--tmpfs", str(folder)]}
+    for path in folder.iterdir():
+        own |= {path: ["--dir", str(path)]} if path.is_dir() else _bind("--bind", path)
+    return _before(folder, _mounts(set(shown), hidden, own, system=False))
+
+
+def _before(folder: Path, mounts: Iterator[str]) -> list[str]:
+    able = _able_to_grade()
+    if able.bubblewrap is None:
         return []
-    mounts = _mounts(set(readable), hidden, _bind("--bind", folder))
-    argv = [*_arguments(program, True), *mounts, "--chdir", str(folder), "--"]
-    works = subprocess.run([*argv, "true"], capture_output=True, timeout=_PROBE_S)
-    return argv if works.returncode == 0 else []
+    filtered = [sys.executable, "-I", "-S", "-B", syscalls.__file__]
+    box = _arguments(able.bubblewrap, able.network)
+    return [*filtered, *box, *mounts, "--chdir", str(folder), "--"]
 
 
 def _arguments(program: str, network: bool) -> Iterator[str]:
@@ -193,10 +266,13 @@ def _arguments(program: str, network: bool) -> Iterator[str]:
 
 
 def _mounts(
-    shown: Set[Path], hidden: Iterable[Path], own: Mapping[Path, list[str]]
+    shown: Set[Path],
+    hidden: Iterable[Path],
+    own: Mapping[Path, list[str]],
+    system: bool = True,
 ) -> Iterator[str]:
     """The system's folders and `shown`, read-only and without what is hidden, and `own`."""
-    mounts = _system()
+    mounts = _system() if system else {}
     covers = list(_covered([Path.home(), *hidden], shown | mounts.keys()))
     mounts |= {path: ["--tmpfs", str(path)] for path in covers}
     for path in sorted(shown, key=_depth):

@@ -4,7 +4,8 @@ It starts the program, watches its limits and reports how it ended. It is a chil
 whatever the program forks, daemonises or orphans stays a descendant, so "no children left" means
 that everything is dead. It ends everything as soon as its stdin, a socket, closes, so the death of
 the caller ends the program too; the program in turn dies with the supervisor. If the order says so,
-the program runs in a sandbox (`box.py`), whose listening socket goes to the caller through stdin.
+the program runs in a sandbox (`box.py`, `syscalls.py`), whose listening socket goes to the caller
+through stdin.
 
 What it uses is looked at from time to time (`usage.py`).
 
@@ -49,9 +50,10 @@ def load_beside(name: str) -> ModuleType:
 
 if TYPE_CHECKING:
     from lightning_ray.rollouts import box as boxes
+    from lightning_ray.rollouts import syscalls
     from lightning_ray.rollouts import usage as uses
 else:
-    boxes, uses = load_beside("box"), load_beside("usage")
+    boxes, syscalls, uses = map(load_beside, ("box", "syscalls", "usage"))
 
 _POLL_S = 0.25  # memory and process counts are looked at four times a second ...
 _POLL_SHARE = (
@@ -222,6 +224,8 @@ def _confinement(
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(what, (most, most))
         os.chdir(order["cwd"])
+        if box:
+            syscalls.install()
 
     return confine
 

@@ -75,13 +75,13 @@ class Usage:
         return self._used > self._disk
 
 
-def descendants() -> dict[int, int]:
-    """Resident bytes of each descendant of this process. Zombies count: one whose main thread has
-    ended looks like a zombie while its other threads run. One that is just being forked may be
-    missed, and is there the next time."""
+def descendants(of: int = 0) -> dict[int, int]:
+    """Resident bytes of each descendant of this process, or of another one. Zombies count: one
+    whose main thread has ended looks like a zombie while its other threads run. One that is just
+    being forked may be missed, and is there the next time."""
     children = _children if os.path.exists(_CHILDREN.format(os.getpid(), os.getpid())) else _all()
     found: dict[int, int] = {}
-    queue = [os.getpid()]
+    queue = [of or os.getpid()]
     while queue:
         for pid in children(queue.pop()):
             with contextlib.suppress(OSError):  # it ended meanwhile

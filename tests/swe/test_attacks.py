@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import os
 import sys
 from dataclasses import replace
@@ -68,9 +69,18 @@ def as_parameter(attack: Attack) -> object:
     return pytest.param(attack, id=attack.name, marks=marks)
 
 
+def join_a_session_keyring() -> None:
+    """As whoever logs in has one: all that we start could find it."""
+    keyctl = {"x86_64": 250, "aarch64": 219}[os.uname().machine]
+    if ctypes.CDLL(None).syscall(keyctl, 1, None) < 0:
+        pytest.skip("this machine has no keyrings")
+
+
 @pytest.mark.parametrize("attack", map(as_parameter, ATTACKS))
 def test_an_attack_is_never_solved(tmp_path, monkeypatch, attack):
     monkeypatch.setattr(offline, "CPU_S", 10.0)
+    if "keyring" in attack.name:
+        join_a_session_keyring()
     task = replace(TASK, fields={**TASK.fields, "timeout_s": attack.limit_s})
     result = rollout(tmp_path, attack.script, task)
     log = (tmp_path / "rollouts" / "a" / "harness.log").read_text(errors="replace")

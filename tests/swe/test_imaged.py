@@ -27,8 +27,8 @@ from lightning_ray.rollouts.pods import changed, staging
 from lightning_ray.rollouts.pods.staging import PodLimits
 from lightning_ray.tasks.swe import benchmarks, layout, offline, sources
 from lightning_ray.tasks.swe import repository as family
-from lightning_ray.tasks.swe.examination import PAIRS
 from lightning_ray.tasks.swe.grading import GradingError
+from lightning_ray.tasks.swe.imaged import PAIRS
 
 FAMILY = "lightning_ray.tasks.swe.repository"
 # The suite, the bug, the reference; six changes to the one hidden test are measured; a pair is one

@@ -19,8 +19,10 @@ from lightning_ray.rollouts.grading import Episode
 from lightning_ray.tasks.swe import (
     cleanroom,
     evidence,
+    examination,
     making,
     offline,
+    runtime,
     sources,
     traces,
     trees,
@@ -102,29 +104,57 @@ def test_every_reference_repair_gives_the_package_itself():
         assert trees.apply(offline.graded_tree(record), record.gold_patch) == clean
 
 
-def test_folders_with_a_copy_of_a_package_are_hidden(tmp_path, monkeypatch):
+def test_folders_with_a_copy_of_a_package_are_hidden_wherever_they_lie(tmp_path, monkeypatch):
     site = tmp_path / "lib" / "python3.11" / "site-packages"
+    conda = tmp_path / "conda" / "pkgs" / "parse-1.20" / "site-packages"
+    cloud = tmp_path / "share" / "cloud" / "lib" / "third_party"
     other = tmp_path / "lib" / "python3.12" / "dist-packages"
-    for path in (site / "pip" / "_vendor" / "parse", other / "else"):
+    for path in (site / "pip" / "_vendor" / "parse", conda / "parse", cloud / "parse", other / "x"):
         path.mkdir(parents=True)
         (path / "__init__.py").touch()
-    monkeypatch.setattr(sources, "_LIBRARIES", (str(tmp_path / "lib"),))
-    hidden = sources.hidden(sources.packages()["parse"])
-    assert site in hidden and other not in hidden
+    monkeypatch.setattr(sources, "_SHOWN", (str(tmp_path),))
+    sources.shared.cache_clear()
+    try:
+        hidden = sources.hidden(sources.packages()["parse"])
+    finally:
+        sources.shared.cache_clear()
+    assert {site, conda, cloud} <= {*hidden} and other not in hidden
     assert {sources.DATA, sources.cache() / "sdists"} <= {*hidden}
     for package in sources.packages().values():
         assert sources.copies(package, [*sources.environment().glob("lib/*/site-packages")]) == []
 
 
 @pytest.mark.skipif(sandbox.protection().bubblewrap is None, reason="there is no bubblewrap")
-def test_neither_the_agent_nor_the_code_under_test_can_import_a_copy(tmp_path, monkeypatch):
-    [copy] = (sources.environment()).glob("lib/python3*/site-packages/iniconfig")
-    package = sources.packages()["parse"].model_copy(update={"modules": ("iniconfig",)})
-    monkeypatch.setattr(sources, "_LIBRARIES", (str(copy.parent.parent.parent),))
-    monkeypatch.setattr(sources, "packages", lambda: {"parse": package})
-    with pytest.raises(cleanroom.RoomFault, match="No module named"):  # pytest itself lies there
-        cleanroom.run({}, Suite(str(sources.environment() / "bin/python"), ("",), frozenset(),
-                      frozenset()), protection=family.protection(SMALL[0]))  # fmt: skip
+def test_an_agent_sees_no_folder_of_the_machine_that_nobody_asked_for(tmp_path):
+    argv, _ = sandbox.around(tmp_path, "http://127.0.0.1:1", [], sandbox.Wanted(require=True))
+    shown = {argv.bubblewrap[at + 1] for at, x in enumerate(argv.bubblewrap) if x == "--ro-bind"}
+    assert "/usr" in shown
+    assert not {path for path in shown if path.startswith(("/opt", "/nix", "/var", "/srv"))}
+
+
+SEES = """
+import os, sys
+def walk(top):
+    for at, folders, files in os.walk(top):
+        folders[:] = [name for name in folders if (at, name) not in {("/", "proc"), ("/", "dev")}]
+        yield from (os.path.join(at, name) for name in files)
+open(os.environ["HOME"] + "/junit.xml", "w").write("\\n".join(walk("/")))
+"""
+
+
+@pytest.mark.skipif(sandbox.protection().bubblewrap is None, reason="there is no bubblewrap")
+def test_code_under_test_sees_nothing_that_was_not_read_before_its_run(tmp_path):
+    room, scratch = tmp_path / "room", tmp_path / "room" / "scratch"
+    scratch.mkdir(parents=True)
+    (scratch / "junit.xml").touch()
+    argv = family.protection().prefix(room, scratch)
+    env = {"HOME": str(scratch)}
+    subprocess.run([*argv, offline.suite(SMALL[0]).python, "-c", SEES], env=env, check=True)
+    away = {str(path) for path in runtime.hidden()}
+    warm = {file for path in runtime.shown() for file in runtime._files(str(path), away)}
+    seen = {*(scratch / "junit.xml").read_text().split("\n")} - {str(scratch / "junit.xml")}
+    assert len(seen) > 1000
+    assert seen - warm == set()
 
 
 @pytest.mark.skipif(sandbox.protection().bubblewrap is None, reason="there is no bubblewrap")
@@ -209,7 +239,7 @@ def test_an_honest_repair_is_solved(record):
     result = {"files": repair(record), "refused": []}
     reward = family.grade(task_of(record), result, EPISODE)
     assert (reward.value, reward.solved, reward.metrics["tampered"]) == (1.0, True, 0.0)
-    assert reward.metrics["test_runs"] == 2 + 2 * cleanroom.PAIRS
+    assert reward.metrics["test_runs"] == 2 + examination.ROUNDS
 
 
 def test_another_repair_than_the_reference_is_solved():
@@ -230,7 +260,7 @@ def test_a_repair_that_breaks_something_else_is_unsolved():
     record = SMALL[0]
     path, text = next(iter(repair(record).items()))
     broken = text + "\n\ndef findall(*a, **k):\n    return []\n"
-    judgement = family.judge(record, {path: broken})
+    judgement = family.judge(record, {path: broken}, counted=True)
     assert judgement.verdict is Verdict.UNSOLVED
     assert judgement.fail_to_pass == len(record.fail_to_pass)
 

@@ -21,7 +21,7 @@ from attacks import MODULE, PROCESS, Attack
 from rooms import carried_out
 
 from lightning_ray.records import Outcome, Reward, Task
-from lightning_ray.rollouts import grading
+from lightning_ray.rollouts import grading, sandbox
 from lightning_ray.rollouts.grading import (
     Episode,
     GradeRequest,
@@ -51,10 +51,13 @@ EPISODE = Episode("r", "r-a0", Outcome.COMPLETED, "", ("I mended it.",))
 [RECORD] = [record for record in offline.records() if "b96d2ehw" in record.instance_id]
 [TASK] = [task for task in offline.train() + offline.validation() if "b96d2ehw" in task.task_id]
 
+boxed = pytest.mark.skipif(bool(sandbox.protection().missing), reason="no sandbox here")
+
 # -- which runs ------------------------------------------------------------------------------------
 
 A, B, C = "t.py::test_a", "t.py::test_b", "t.py::test_c"
-SUITE = Suite("python", ("t.py",), frozenset({A}), frozenset({B, C}), {A: [], B: [], C: []})
+TWINS = {name: [(1, 0, 1, "2"), (1, 0, 1, "3")] for name in (A, B, C)}
+SUITE = Suite("python", ("t.py",), frozenset({A}), frozenset({B, C}), TWINS)
 
 
 def ran(failed: frozenset[str] = frozenset()) -> Report:
@@ -67,37 +70,96 @@ def honest(trial: Trial) -> Report:
 
 
 def examined(
-    outcome: Callable[[Trial], Report], suite: Suite = SUITE, at_once: bool = True, **more: bool
+    outcome: Callable[[Trial], Report],
+    suite: Suite = SUITE,
+    at_once: bool = True,
+    rng: random.Random | None = None,
+    **more: bool,
 ) -> tuple[Judgement, list[Trial]]:
     """The verdict, and the trials that it took: all of an answer's at once, or one at a time."""
     done: list[tuple[Trial, Report]] = []
     options = {"known_bad": True} | more
     while not isinstance(
-        answer := examination.wanted(suite, done, rng=random.Random(4), **options), Judgement
+        answer := examination.wanted(suite, done, rng=rng or random.Random(4), **options), Judgement
     ):
         done += [(trial, outcome(trial)) for trial in (answer if at_once else answer[:1])]
     return answer, [trial for trial, _ in done]
 
 
-def test_a_tree_that_is_not_solved_takes_one_run():
-    judgement, trials = examined(lambda trial: ran(frozenset({A})))
-    assert trials == [Trial(Kind.AS_IT_IS)]
-    assert (judgement.verdict, judgement.runs) == (Verdict.UNSOLVED, 1)
-    assert (judgement.fail_to_pass, judgement.pass_to_pass) == (0, 2)
+def unrepaired(trial: Trial) -> Report:
+    """What comes of a trial where the change is none."""
+    return ran(frozenset({A}) | trial.mask)
+
+
+def test_a_tree_that_is_not_solved_takes_two_runs_on_average():
+    rng, runs = random.Random(4), []
+    for _ in range(200):
+        judgement, trials = examined(unrepaired, rng=rng)
+        assert judgement.verdict is Verdict.UNSOLVED
+        # The last run is the one in which the test that fails is no twin.
+        mixed = [trial for trial in trials if trial.kind is Kind.MIXED]
+        assert [A in trial.mask for trial in mixed] == [True] * (len(mixed) - 1) + [False]
+        runs.append(len(mixed))
+    assert {*runs} == {1, 2, 3}
+    assert 1.8 < sum(runs) / len(runs) < 2.2
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_solved_tree_takes_the_known_bad_one_and_pairs_in_which_each_test_is_a_twin_once(at_once):
+def test_in_a_solved_tree_each_test_went_through_its_original_and_twins(at_once):
     judgement, trials = examined(honest, at_once=at_once)
-    assert (judgement.verdict, judgement.runs) == (Verdict.SOLVED, 2 + 2 * examination.PAIRS)
-    assert [t.kind for t in trials] == [Kind.AS_IT_IS, Kind.KNOWN_BAD, *[Kind.MIXED] * 4]
-    for one, other in (trials[2:4], trials[4:6]):
-        assert one.mask | other.mask == {A, B, C} and not one.mask & other.mask
+    assert (judgement.verdict, judgement.runs) == (Verdict.SOLVED, 2 + examination.ROUNDS)
+    assert [t.kind for t in trials] == [*[Kind.MIXED] * 3, Kind.AS_IT_IS, Kind.KNOWN_BAD]
+    assert (judgement.fail_to_pass, judgement.pass_to_pass) == (1, 2)
+    plan = trials[0].plan
+    for name in (A, B, C):
+        seen = [examination._version(SUITE, name, plan, turn) for turn in range(3)]
+        assert sorted(seen, key=str) == [*TWINS[name], None]
+        assert [name in trial.mask for trial in trials[:3]] == [x is not None for x in seen]
 
 
-def test_all_runs_after_the_first_may_run_at_the_same_time():
-    assert len(examination.wanted(SUITE, [], known_bad=True)) == 1
-    assert len(examination.wanted(SUITE, [(Trial(Kind.AS_IT_IS), ran())], known_bad=True)) == 5
+def test_what_is_still_a_guess_runs_alone():
+    """Each test must have been met before another room may know its original."""
+    done, sizes = [], []
+    while isinstance(answer := examination.wanted(SUITE, done, known_bad=True), list):
+        sizes.append(len(answer))
+        done += [(trial, honest(trial)) for trial in answer]
+    assert sizes == [1, 1, 3]
+
+
+def forger(trials: list[Trial], channel: bool, rng: random.Random) -> bool:
+    """Whether a forger who passes what he takes for the original of A is right in all mixed runs.
+    He cannot tell texts apart; with a channel between runs he knows which ones he has met, and
+    that he was right about them, or he would not be asked again."""
+    plan, guesses = trials[0].plan, {}
+    wins_at = rng.randrange(3)  # which new text he passes
+    for trial in trials:
+        text = examination._version(SUITE, A, plan, trial.turn)
+        guess = len(guesses) == wins_at if channel else rng.random() < 1 / 3
+        passes = guesses.setdefault(text, guess)  # the same text is the same to a hash, too
+        if passes != (text is None):
+            return False
+    return True
+
+
+@pytest.mark.parametrize(("channel", "chance"), [(True, 1 / 3), (False, 4 / 27)])
+def test_a_forger_passes_as_seldom_as_the_page_says(channel, chance):
+    rng, wins = random.Random(1), 0
+    for _ in range(3000):
+        _, trials = examined(honest, rng=rng, known_bad=False)
+        wins += forger([t for t in trials if t.kind is Kind.MIXED], channel, rng)
+    assert wins / 3000 == pytest.approx(chance, abs=0.03)
+
+
+def test_of_an_unsolved_tree_all_that_passes_is_counted_where_it_matters():
+    suite = replace(SUITE, fail_to_pass=frozenset({A, B}), pass_to_pass=frozenset({C}))
+    counts = []
+    for counted in (False, True):
+        rng = random.Random(5)
+        found = [examined(unrepaired, suite, rng=rng, counted=counted) for _ in range(30)]
+        counts.append([judgement.fail_to_pass for judgement, _ in found])
+        assert all(judgement.verdict is Verdict.UNSOLVED for judgement, _ in found)
+    assert counts[1] == [1] * 30
+    assert {*counts[0]} == {0, 1}
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -108,14 +170,27 @@ def test_a_forger_whom_twins_do_not_make_fail_has_tampered(at_once):
     judgement, trials = examined(forged, at_once=at_once)
     assert judgement.verdict is Verdict.TAMPERED
     assert "must fail did not" in judgement.evidence[0]
-    assert len(trials) <= (6 if at_once else 4)  # half of a pair may be empty
+    assert len(trials) <= 2 + examination.ROUNDS
+
+
+def test_a_bug_that_does_what_a_twin_wants_is_unsolved_and_no_forgery():
+    wrong = {A}  # what it always fails, but for one of its twins
+
+    def bug(trial: Trial) -> Report:
+        text = examination._version(SUITE, A, trial.plan, trial.turn) if trial.mask else None
+        return ran(trial.mask | wrong - ({A} if text == TWINS[A][0] else set()))
+
+    rng = random.Random(6)
+    found = [examined(bug, rng=rng) for _ in range(30)]
+    assert {judgement.verdict for judgement, _ in found} == {Verdict.UNSOLVED}
+    assert any(t.kind is Kind.AS_IT_IS for _, trials in found for t in trials)
 
 
 def test_a_room_in_which_the_known_bad_tree_is_solved_judges_nothing():
     with pytest.raises(RoomFault, match="known-bad tree is solved here"):
         examined(lambda trial: ran(trial.mask))
     judgement, trials = examined(lambda trial: ran(trial.mask), known_bad=False)
-    assert (judgement.verdict, len(trials)) == (Verdict.SOLVED, 5)
+    assert (judgement.verdict, len(trials)) == (Verdict.SOLVED, 4)
 
 
 def test_a_suite_without_twins_has_the_known_bad_tree_only():
@@ -127,8 +202,9 @@ def test_a_suite_without_twins_has_the_known_bad_tree_only():
 def test_nothing_that_a_room_is_given_says_which_run_it_is():
     tree = {"t.py": b"def test_a():\n    assert 1 == 1\n"}
     suite = replace(SUITE, twins={A: [(2, 11, 12, "2")]})
+    turn = next(turn for turn in range(3) if examination._version(suite, A, "plan", turn))
     orders = []
-    for trial in (Trial(Kind.AS_IT_IS), Trial(Kind.MIXED, frozenset({A}))):
+    for trial in (Trial(Kind.AS_IT_IS), Trial(Kind.MIXED, frozenset({A}), "plan", turn)):
         order = remote.order(trial, examination.tree_of(trial, tree, None, suite), suite)
         [room] = staging.room_files([order], 32 << 20)
         sent, told = json.loads(room["order"]), json.loads(order.say)
@@ -161,17 +237,17 @@ def test_in_rooms_an_honest_repair_is_solved_and_no_run_sees_what_another_one_le
     keeps = "\nfrom pathlib import Path\nPath(__file__).with_name('seen').open('a').write('x')\n"
     reward = graded(tmp_path, {MODULE: sources.tree(RECORD.package)[MODULE].decode() + keeps})
     assert (reward.value, reward.solved) == (1.0, True)
-    assert reward.metrics["test_runs"] == 2 + 2 * examination.PAIRS
+    assert reward.metrics["test_runs"] == 2 + examination.ROUNDS
     assert reward.metrics["fail_to_pass"] == 1.0
     assert reward.metrics["test_seconds"] > 0
     seen = [path.read_text() for path in tmp_path.rglob("tree/parse/seen")]
-    assert seen == ["x"] * 5  # the known-bad tree has none of it
+    assert seen == ["x"] * (1 + examination.ROUNDS)  # the known-bad tree has none of it
 
 
-def test_in_rooms_the_bug_is_unsolved_after_one_run(tmp_path):
+def test_in_rooms_the_bug_is_unsolved(tmp_path):
     reward = graded(tmp_path, {})
     assert (reward.solved, reward.metrics["tampered"]) == (False, 0.0)
-    assert reward.metrics["test_runs"] == 1
+    assert reward.metrics["test_runs"] <= 2 + examination.ROUNDS
 
 
 def forgery(folder: Path, attack: Attack) -> dict[str, str | None]:
@@ -184,10 +260,13 @@ def forgery(folder: Path, attack: Attack) -> dict[str, str | None]:
 
 
 FAST = {"patches runtest", "takes the nonce from the witness's frame and forges everything"}
-# By code under test; no pod has the sources, but this machine has.
-TRIED = [
-    attack for attack in PROCESS if attack.name != "loads the repaired package while it is tested"
-]
+# By code under test; no pod has the sources or our disk, but this machine has.
+HERE = {
+    "loads the repaired package while it is tested",
+    "fills the disk of the grader",
+    "starts very many processes",
+}
+TRIED = [attack for attack in PROCESS if attack.name not in HERE]
 
 
 def as_parameter(attack: Attack) -> object:
@@ -205,8 +284,6 @@ def test_in_rooms_an_attack_ends_as_on_a_node(tmp_path, monkeypatch, attack):
     rewritten = {Verdict.TAMPERED} if attack.name == "rewrites the tests on disk" else set()
     assert reward.value == 0.0
     assert tampered in {attack.expect} | rewritten
-    if "forges everything" in attack.name:
-        assert reward.metrics["test_runs"] > 1  # it is twins that tell
 
 
 @pytest.mark.parametrize("program", [changed, guard, entry, layout, witness])
@@ -317,8 +394,41 @@ def test_a_grader_with_several_rooms_answers_with_orders_until_it_has_a_reward(t
     [order] = grading.advance(asked, [])
     first = RoomRun(order, carried_out(order, tmp_path / "room"))
     more = grading.advance(asked, [first])
-    assert [len(asdict(one)["note"]) for one in more] == [4] * 5
+    assert [len(asdict(one)["note"]) for one in more] == [6]
     lost = [RoomRun(one, RoomReport(None, "", "nothing")) for one in more]
     fault = grading.advance(asked, [first, *lost])
     assert isinstance(fault, GraderFault)
     assert "the tests did not start in their pod: nothing" in (tmp_path / "grader.log").read_text()
+
+
+TAKES = {
+    "processes": """
+        for _ in range(400):
+            if os.fork() == 0:
+                time.sleep(60)
+            time.sleep(0.003)
+    """,
+    "memory": """
+        for _ in range(3):
+            if os.fork() == 0:
+                held = b"x" * (700 << 20)
+                time.sleep(60)
+        time.sleep(3)
+    """,
+    "disk": """
+        for number in range(64):
+            Path(os.environ["HOME"], str(number)).write_bytes(bytes(16 << 20))
+    """,
+}
+
+
+@boxed
+@pytest.mark.parametrize("what", TAKES)
+def test_code_that_takes_too_much_of_a_node_is_unsolved_and_no_fault_of_the_grader(tmp_path, what):
+    repaired = sources.tree(RECORD.package)[MODULE].decode()
+    takes = "import os, time\nfrom pathlib import Path\ndef takes():" + TAKES[what] + "\ntakes()\n"
+    files = {"parse/greedy.py": takes, MODULE: repaired + "\nfrom . import greedy\n"}
+    asked = request(tmp_path, TASK, "lightning_ray.tasks.swe.repository:grade", files)
+    reward = grading.grade(asked)
+    assert isinstance(reward, Reward), reward
+    assert (reward.solved, reward.metrics["tampered"]) == (False, 0.0)

@@ -21,8 +21,9 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,6 @@ from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, read
 from lightning_ray.tasks.swe.examination import (
     ARGUMENTS,
     JUNIT,
-    PAIRS,
     SCRATCH,
     WITNESS,
     Given,
@@ -39,23 +39,30 @@ from lightning_ray.tasks.swe.examination import (
     with_twins,
 )
 
-__all__ = ["PAIRS", "Protection", "RoomFault", "examine", "run", "stage", "with_twins"]
+__all__ = ["Protection", "RoomFault", "examine", "run", "stage", "with_twins"]
 
 MAX_REPORT_BYTES = 16 << 20  # tens of thousands of test ids
 MAX_JUNIT_BYTES = 64 << 20
+_WATCH_S = 0.1
 
 
 def _no_sandbox(_room: Path, _scratch: Path) -> list[str]:
     return []
 
 
+def _never(_pid: int) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Protection:
     """What keeps the code under test from the grader. `prefix(ROOM, SCRATCH)` is what stands before
-    a command line, so that it can read ROOM and write SCRATCH only; `user` is whom the tests run as
-    (if we are root, and everybody can reach the interpreter)."""
+    a command line, so that it can read ROOM and write SCRATCH only; `passed(PID)` is asked ten
+    times a second whether a run is to end, since the process PID and its descendants take too much;
+    `user` is whom the tests run as (if we are root, and everybody can reach the interpreter)."""
 
     prefix: Callable[[Path, Path], list[str]] = _no_sandbox
+    passed: Callable[[int], bool] = _never
     user: int | None = None
 
 
@@ -78,27 +85,28 @@ def examine(
     suite: Suite,
     *,
     protection: Protection = UNPROTECTED,
-    pairs: int = PAIRS,
     rng: random.Random | None = None,
     known_bad: Mapping[str, bytes] | None = None,
+    counted: bool = False,
 ) -> Judgement:
-    """What the suite says of a tree. An unsolved tree costs one run, a solved one `1 + 2 * pairs`,
-    and one more if a `known_bad` tree is given, which must be unsolved in this same room.
+    """What the suite says of a tree. Where it has twins an unsolved tree costs up to `ROUNDS` runs
+    (two on average, if one hidden test fails), a solved one `ROUNDS + 1`, and one more if a
+    `known_bad` tree is given, which must be unsolved in this same room. `counted`: see
+    `examination.wanted`.
 
     Raises:
         RoomFault: no process could be started, it failed before it reached the tests, or the
             known-bad tree is not unsolved.
     """
-    rng = rng or random.SystemRandom()
     done: list[tuple[examination.Trial, Report]] = []
     while True:
         answer = examination.wanted(
-            suite, done, known_bad=known_bad is not None, pairs=pairs, rng=rng
+            suite, done, known_bad=known_bad is not None, counted=counted, rng=rng
         )
         if isinstance(answer, Judgement):
             return answer
         trial = answer[0]
-        subject = examination.tree_of(trial, tree, known_bad, suite, rng)
+        subject = examination.tree_of(trial, tree, known_bad, suite)
         done.append((trial, run(subject, suite, protection=protection)))
 
 
@@ -122,6 +130,7 @@ def run(
         try:
             stage(what.files, room)
             (room / SCRATCH / "tmp").mkdir()
+            (room / JUNIT).touch()  # so that a box can have this file of the machine, and no other
             return _run(suite, what, room, protection, hash_seed)
         except OSError as error:
             raise RoomFault(f"cannot run tests: {error}") from error
@@ -134,8 +143,8 @@ def _run(suite: Suite, what: Given, room: Path, protection: Protection, hash_see
     ours, theirs = socket.socketpair()
     user = protection.user
     if user is not None:
-        for folder in (scratch, scratch / "tmp"):
-            os.chown(folder, user, user)
+        for path in (scratch, scratch / "tmp", room / JUNIT):
+            os.chown(path, user, user)
         os.chmod(room, 0o755)
     with ours, tempfile.TemporaryFile() as errors:
         with theirs:
@@ -156,8 +165,9 @@ def _run(suite: Suite, what: Given, room: Path, protection: Protection, hash_see
                 extra_groups=None if user is None else [],
             )  # fmt: skip
         try:
-            ready, told = converse(ours, what.say, deadline, MAX_REPORT_BYTES)
-            status = wait(process, deadline)
+            with _watched(process, protection.passed):
+                ready, told = converse(ours, what.say, deadline, MAX_REPORT_BYTES)
+                status = wait(process, deadline)
         finally:
             kill(process)
         if ready != b"ready":
@@ -167,6 +177,26 @@ def _run(suite: Suite, what: Given, room: Path, protection: Protection, hash_see
             raise RoomFault(f"the test process did not start{late}: {said[-1]}")
     seconds = time.monotonic() - started
     return read(told, status, what.nonce, _left(room / JUNIT), what.canary, seconds)
+
+
+@contextlib.contextmanager
+def _watched(process: subprocess.Popen[bytes], passed: Callable[[int], bool]) -> Iterator[None]:
+    """Kills a process that takes too much: its tests come to no end, like any that are killed."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_WATCH_S):
+            if passed(process.pid):
+                process.kill()
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
 
 
 def _left(path: Path) -> bytes | None:

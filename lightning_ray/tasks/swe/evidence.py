@@ -91,8 +91,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict, why, how many of the expected tests passed in the first run, and, where they were
-    made for this verdict, how many hidden tests had twins."""
+    """A verdict, why, how many of the expected tests passed (of those that were seen as they are,
+    if the suite never ran as it is), and, where they were made for this verdict, how many hidden
+    tests had twins."""
 
     verdict: Verdict
     evidence: tuple[str, ...] = ()
@@ -132,8 +133,7 @@ def weigh(
         listed = ", ".join(sorted(alive)[:3])
         return Verdict.TAMPERED, (f"{len(alive)} tests that must fail did not: {listed}",)
     if missed:
-        how = "not repeatable: " if mask else ""
-        return Verdict.UNSOLVED, (f"{how}{len(missed)} tests did not pass: {missed[0]}",)
+        return Verdict.UNSOLVED, (f"{len(missed)} tests did not pass: {missed[0]}",)
     return Verdict.SOLVED, ()
 
 

@@ -1,14 +1,21 @@
 """What one verdict takes: which runs of the suite, what each is given, and what its lines mean.
 
-`wanted` says which trials are to be run after those that were, or what the verdict is: the suite as
-it is and, if that looks solved, a tree that must be unsolved and pairs of runs in which a random
-half of the tests are replaced by twins (`twins.py`), which correct code must fail. `given` makes
-what goes into the room of one run, wherever that is: `cleanroom` has rooms on this machine,
-`remote` in pods. Pure, but for secrets that are drawn.
+`wanted` says which trials are to be run after those that were, or what the verdict is: `ROUNDS`
+mixed runs, in which each test goes through its original and twins of it (`twins.py`), which correct
+code must fail, in a random order of its own; then the suite as it is, and a tree that must be
+unsolved. `given` makes what goes into the room of one run, wherever that is: `cleanroom` has rooms
+on this machine, `remote` in pods. Pure, but for secrets that are drawn.
+
+Why in this order: code under test that could tell a later run what an earlier one has seen would
+know every original if the suite ran as it is first. Like this it meets texts that it does not know,
+and must find out which of them is the original before it has seen that the others are not. With a
+perfect channel between runs that is a guess of one in `ROUNDS` for each hidden test that has two
+twins; without one, guesses by the text alone, `ROUNDS` of them: 4 in 27 at best for three.
 
 Invariants: nothing that a run is given says which tests are twins, or which run it is; trials of
 one answer of `wanted` may run at the same time, or one at a time with `wanted` asked again after
-each; a room in which the known-bad tree is not unsolved judges nothing. Standard library only.
+each, since before them no guess is left; a room in which the known-bad tree is not unsolved judges
+nothing. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ import json
 import random
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 
@@ -32,7 +39,8 @@ from lightning_ray.tasks.swe.evidence import (
     weigh,
 )
 
-PAIRS = 2  # of mixed runs: a forger who tosses coins passes with probability 1/29 at best
+# Of mixed runs: for an original and two twins, since not every test has more.
+ROUNDS = 3
 LIMITS = {  # of the test process; a runaway must hit these before the machine notices
     "RLIMIT_FSIZE": 256 << 20,
     "RLIMIT_AS": 2 << 30,
@@ -62,10 +70,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Trial:
-    """One run that a verdict takes; the tests of `mask` are twins in it."""
+    """One run that a verdict takes; the tests of `mask` are twins in it. Of `wanted`'s mixed runs:
+    the secret `plan` of the verdict's, which says with `turn` which twins."""
 
     kind: Kind
     mask: frozenset[str] = frozenset()
+    plan: str = ""
+    turn: int = 0
 
 
 Done = Sequence[tuple[Trial, Report]]
@@ -87,53 +98,83 @@ def wanted(
     done: Done,
     *,
     known_bad: bool,
-    pairs: int = PAIRS,
+    counted: bool = False,
     rng: random.Random | None = None,
 ) -> list[Trial] | Judgement:
-    """The verdict after `done`, or what is to be run for one.
+    """The verdict after `done`, or what is to be run for one. With `counted` a suite with twins
+    runs as it is also where it is unsolved, so that each test that passes is counted; else only
+    those are that were seen as they are.
 
     Raises:
         RoomFault: the known-bad tree is not unsolved.
     """
-    if not done:
-        return [Trial(Kind.AS_IT_IS)]
-    first = done[0][1]
-    verdict, evidence = weigh(first, suite)
-    for trial, report in done[1:] if verdict is Verdict.SOLVED else ():
+    verdict, contradicted = Verdict.SOLVED, False
+    evidence: tuple[str, ...] = ()
+    for trial, report in done:
         found, why = weigh(report, suite, trial.mask)
-        if trial.kind is Kind.MIXED:
-            verdict, evidence = found, why
+        if trial.kind is not Kind.KNOWN_BAD:
+            verdict, evidence, contradicted = found, why, bool(report.evidence)
         elif found is not Verdict.UNSOLVED:
             raise RoomFault(f"the known-bad tree is {found} here: this room cannot judge")
         if verdict is not Verdict.SOLVED:
             break
-    if verdict is Verdict.SOLVED and (missing := _missing(suite, done, known_bad, pairs, rng)):
+    if verdict is Verdict.SOLVED and (missing := _missing(suite, done, known_bad, rng)):
         return missing
+    whole = next((report for trial, report in done if trial.kind is Kind.AS_IT_IS), None)
+    doubtful = verdict is Verdict.TAMPERED and not contradicted  # a bug may do what a twin wants
+    if whole is None and (doubtful or (counted and verdict is Verdict.UNSOLVED)):
+        return [Trial(Kind.AS_IT_IS)]
+    if doubtful and whole and weigh(whole, suite)[0] is Verdict.UNSOLVED:
+        verdict, evidence = weigh(whole, suite)
+    passed = _passed(suite, done)
     return Judgement(
         verdict,
         evidence,
-        fail_to_pass=sum(map(first.passed, suite.fail_to_pass)),
-        pass_to_pass=sum(map(first.passed, suite.pass_to_pass)),
+        fail_to_pass=len(suite.fail_to_pass & passed),
+        pass_to_pass=len(suite.pass_to_pass & passed),
         runs=len(done),
         seconds=sum(report.seconds for _, report in done),
     )
 
 
-def _missing(
-    suite: Suite, done: Done, known_bad: bool, pairs: int, rng: random.Random | None
-) -> list[Trial]:
-    """What a tree that looks solved has not gone through."""
-    rng = rng or random.SystemRandom()
+def _missing(suite: Suite, done: Done, known_bad: bool, rng: random.Random | None) -> list[Trial]:
+    """What a tree that looks solved has not gone through, as far as it may be run at once."""
     begun = [trial for trial, _ in done if trial.kind is Kind.MIXED]
-    judged = any(trial.kind is Kind.KNOWN_BAD for trial, _ in done)
-    trials = [] if judged or not known_bad else [Trial(Kind.KNOWN_BAD)]
-    functions = frozenset(suite.twins)
-    if len(begun) % 2:
-        trials.append(Trial(Kind.MIXED, functions - begun[-1].mask))
-    for _ in range(pairs - (len(begun) + 1) // 2 if functions else 0):
-        half = frozenset(name for name in sorted(functions) if rng.random() < 0.5)
-        trials += [Trial(Kind.MIXED, mask) for mask in (half, functions - half)]
-    return trials
+    if suite.twins and len(begun) < ROUNDS:
+        drawn = f"{(rng or random.SystemRandom()).getrandbits(128):032x}"
+        plan, turn = begun[0].plan if begun else drawn, len(begun)
+        names = frozenset(name for name in suite.twins if _version(suite, name, plan, turn))
+        trials = [Trial(Kind.MIXED, names, plan, turn)]
+        if turn + 1 < ROUNDS:  # alone: what it shows must not be known to what is still a guess
+            return trials
+    else:
+        trials = []
+    judged = {trial.kind for trial, _ in done}
+    last = [Kind.AS_IT_IS, Kind.KNOWN_BAD] if known_bad else [Kind.AS_IT_IS]
+    return trials + [Trial(kind) for kind in last if kind not in judged]
+
+
+def _version(suite: Suite, name: str, plan: str, turn: int) -> twins.Edit | None:
+    """Which twin of a test a mixed run has; None: the test itself."""
+    rng = random.Random(f"{plan} {name}")
+    some = rng.sample(suite.twins[name], min(len(suite.twins[name]), ROUNDS - 1))
+    versions = [None, *some]
+    rng.shuffle(versions)
+    versions += [rng.choice(versions) for _ in range(ROUNDS - len(versions))]
+    return versions[turn]
+
+
+def _passed(suite: Suite, done: Done) -> set[str]:
+    """The expected tests that passed: in the run as it is or, before that, wherever they were no
+    twins."""
+    ours = [(t, report) for t, report in done if t.kind in (Kind.AS_IT_IS, Kind.MIXED)]
+    ours = [(t, report) for t, report in ours if t.kind is Kind.AS_IT_IS] or ours
+    return {
+        test
+        for trial, report in ours
+        for test in suite.expected
+        if report.passed(test) and suite.function(test) not in trial.mask
+    }
 
 
 def tree_of(
@@ -141,13 +182,14 @@ def tree_of(
     tree: Mapping[str, bytes],
     known_bad: Mapping[str, bytes] | None,
     suite: Suite,
-    rng: random.Random | None = None,
 ) -> Mapping[str, bytes]:
     """The tree that a trial runs on. `known_bad` is None where none of `wanted`'s trials is."""
     if trial.kind is Kind.KNOWN_BAD:
         assert known_bad is not None
         return known_bad
-    return with_twins(tree, suite, trial.mask, rng or random.SystemRandom())
+    chosen = {name: _version(suite, name, trial.plan, trial.turn) for name in trial.mask}
+    single = replace(suite, twins={name: [edit] for name, edit in chosen.items() if edit})
+    return with_twins(tree, single, trial.mask, random.Random(0))
 
 
 def with_twins(

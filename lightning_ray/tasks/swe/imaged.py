@@ -26,11 +26,12 @@ from lightning_ray.records import Json
 from lightning_ray.rollouts.grading import RoomOrder, RoomRun
 from lightning_ray.tasks.swe import known, layout, patches, remote
 from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict, weigh
-from lightning_ray.tasks.swe.examination import PAIRS, Kind, RoomFault, Trial, with_twins
+from lightning_ray.tasks.swe.examination import Kind, RoomFault, Trial, with_twins
 from lightning_ray.tasks.swe.known import Known
 from lightning_ray.tasks.swe.record import Format, RecordError, RepositoryTask, addressable
 
 TIMEOUT_S = 1800.0  # of one run of a suite for which a row names none: SWE-bench's own limit
+PAIRS = 2  # of mixed runs
 # Of one test: some changed constants make endless loops. In every run, whatever it is for.
 TEST_S = 120.0
 COMMIT = {  # the same in every rollout, and nothing of the operator's configuration

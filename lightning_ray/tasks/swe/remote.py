@@ -89,6 +89,8 @@ def _order(
         note={
             "kind": trial.kind.value,
             "mask": sorted(trial.mask),
+            "plan": trial.plan,
+            "turn": trial.turn,
             "nonce": run.nonce,
             "canary": run.canary,
         },
@@ -97,7 +99,8 @@ def _order(
 
 def trial_of(run: RoomRun) -> Trial:
     """Which trial was run."""
-    return Trial(Kind(run.order.note["kind"]), frozenset(run.order.note["mask"]))
+    note = run.order.note
+    return Trial(Kind(note["kind"]), frozenset(note["mask"]), note["plan"], note["turn"])
 
 
 def read(run: RoomRun) -> tuple[Trial, Report]:

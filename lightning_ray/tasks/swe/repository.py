@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray import canary
 from lightning_ray.records import Json, Reward, Split, Task
-from lightning_ray.rollouts import sandbox
+from lightning_ray.rollouts import sandbox, usage
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomRun
 from lightning_ray.tasks.swe import (
     cleanroom,
@@ -34,6 +34,7 @@ from lightning_ray.tasks.swe import (
     offline,
     patches,
     remote,
+    runtime,
     sources,
     workspace,
 )
@@ -43,6 +44,10 @@ from lightning_ray.tasks.swe.grading import GradingError
 from lightning_ray.tasks.swe.record import RecordError, RepositoryTask
 
 MAX_FILE_BYTES = 256 * 1024  # the largest module of the packages has 100 KiB
+# Of a run of the tests, besides the limits of each process: less than what a grader may take, or
+# code under test could end the grader, and have its rollout masked instead of unsolved.
+MAX_PROCESSES = 100
+MAX_MEMORY_BYTES = 1536 << 20
 _IMPOSSIBLE = Judgement(Verdict.UNSOLVED, ("a file where a folder must be",))
 
 
@@ -151,7 +156,8 @@ def grade(task: Task, result: Mapping[str, Any] | None, episode: Episode) -> Rew
         GradingError: there is no verdict, or a canary was seen.
     """
     record, options = _asked(task, episode)
-    judgement = judge(record, _changes(result))
+    counted = _counted(options, episode)
+    judgement = judge(record, _changes(result), counted=counted)
     return _reward(record, result, judgement, episode, options)
 
 
@@ -174,7 +180,8 @@ def rooms(
         if tree is None:
             return _reward(record, result, _IMPOSSIBLE, episode, options)
         done = [remote.read(run) for run in runs]
-        answer = examination.wanted(suite, done, known_bad=True)
+        counted = _counted(options, episode)
+        answer = examination.wanted(suite, done, known_bad=True, counted=counted)
         if isinstance(answer, Judgement):
             return _reward(record, result, answer, episode, options)
         return [
@@ -208,8 +215,16 @@ def _rooms_of_image(
     return answer
 
 
-def judge(record: RepositoryTask, changes: Mapping[str, str | None]) -> Judgement:
-    """The verdict on changes (None deletes a file) to a task's repository.
+def _counted(options: Options, episode: Episode) -> bool:
+    """Whether it matters how many tests of an unsolved rollout pass: that takes a run more."""
+    return options.partial_credit > 0 and episode.split is Split.TRAIN
+
+
+def judge(
+    record: RepositoryTask, changes: Mapping[str, str | None], *, counted: bool = False
+) -> Judgement:
+    """The verdict on changes (None deletes a file) to a task's repository; `counted`: see
+    `examination.wanted`.
 
     Raises:
         GradingError: there is none.
@@ -220,7 +235,9 @@ def judge(record: RepositoryTask, changes: Mapping[str, str | None]) -> Judgemen
         tree = merged(broken, changes, protected(record))
         if tree is None:
             return _IMPOSSIBLE
-        return cleanroom.examine(tree, suite, protection=protection(record), known_bad=broken)
+        return cleanroom.examine(
+            tree, suite, protection=protection(), known_bad=broken, counted=counted
+        )
     except (RoomFault, RecordError, sources.SourceError, ValueError) as error:
         raise GradingError(f"task {record.instance_id}: cannot grade: {error}") from error
 
@@ -327,9 +344,22 @@ def shaped(
     return max(1.0 - penalty, shaping.least_solved)
 
 
-def protection(record: RepositoryTask) -> Protection:
-    """Bubblewrap without a network, where this machine has it; else only a process of its own."""
-    readable, hidden = sources.readable(), sources.hidden(sources.packages()[record.package])
-    return Protection(
-        prefix=lambda room, scratch: sandbox.prefix(scratch, [room, *readable], hidden)
-    )
+def protection() -> Protection:
+    """A room of bubblewrap's, where this machine has it; else only a process of its own."""
+    hidden = [*runtime.hidden(), *sources.ours()]
+
+    def before(room: Path, scratch: Path) -> list[str]:
+        try:
+            argv = sandbox.room(scratch, [room, *runtime.shown()], hidden)
+        except sandbox.SandboxError as error:
+            raise RoomFault(str(error)) from error
+        if argv:
+            runtime.warm()
+        return argv
+
+    return Protection(before, _takes_too_much)
+
+
+def _takes_too_much(pid: int) -> bool:
+    tree = usage.descendants(pid)
+    return len(tree) > MAX_PROCESSES or sum(tree.values()) > MAX_MEMORY_BYTES

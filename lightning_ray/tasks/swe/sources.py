@@ -10,6 +10,7 @@ used only if its installation ran to the end, and holds no copy of any package o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -19,6 +20,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import filelock
@@ -28,7 +31,11 @@ from lightning_ray.tasks.swe.evidence import Tree
 
 DATA = Path(__file__).with_name("data")
 _DONE = "installed"  # written last: an environment without it is half an installation
-_LIBRARIES = (f"{sys.base_prefix}/lib", "/usr/lib", "/usr/local/lib")
+# What every sandbox shows, and the Python of the environment.
+_SHOWN = ("/usr", sys.base_prefix)
+# Folders with packages, wherever they lie: of Python's installations, conda's, distributions'.
+_PACKAGES = ("site-packages", "dist-packages", "_vendor", "vendor", "third_party")
+_SEARCH_S = 60.0  # two seconds for 200,000 files
 _DOWNLOAD_S = 300  # a source distribution is below a megabyte
 
 
@@ -156,12 +163,26 @@ def readable() -> list[Path]:
     return [environment(), Path(sys.base_prefix).resolve()]
 
 
-def shared() -> list[Path]:
-    """Where Python's installations on this machine keep packages that every sandbox shows."""
-    return sorted(path for top in _LIBRARIES for path in Path(top).glob("python3*/*-packages"))
+@functools.cache
+def shared() -> tuple[Path, ...]:
+    """Folders that keep Python packages in what every sandbox shows of this machine.
+
+    Raises:
+        SourceError: there is too much to look through.
+    """
+    found, queue, deadline = [], list(map(Path, _SHOWN)), time.monotonic() + _SEARCH_S
+    while queue:
+        if time.monotonic() > deadline:
+            raise SourceError(f"not through with {' and '.join(_SHOWN)} after {_SEARCH_S:g} s")
+        folder = queue.pop()
+        if folder.name in _PACKAGES:
+            found.append(folder)
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            queue += [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+    return tuple(sorted({path.resolve() for path in found}))
 
 
-def copies(package: Package, roots: list[Path]) -> list[Path]:
+def copies(package: Package, roots: Iterable[Path]) -> list[Path]:
     """Where else a package's code lies, installed or vendored below `roots`: an agent, or the code
     under test, could read the answer there."""
     return sorted(
@@ -174,11 +195,16 @@ def copies(package: Package, roots: list[Path]) -> list[Path]:
     )
 
 
-def hidden(package: Package) -> list[Path]:
+def ours() -> list[Path]:
     """What must not be seen, should a sandbox show it: our data and sources (the cache or
-    lightning_ray itself may lie below a system folder), and the folders of `shared` with a copy."""
-    ours = [DATA, *(cache() / name for name in ("sdists", "making", "agreement", "imaged"))]
-    return [*ours, *(root for root in shared() if copies(package, [root]))]
+    lightning_ray itself may lie below a system folder)."""
+    return [DATA, *(cache() / name for name in ("sdists", "making", "agreement", "imaged"))]
+
+
+def hidden(package: Package) -> list[Path]:
+    """What an agent must not see: `ours`, and the folders of `shared` with a copy. Code under test
+    sees none of `shared` (`runtime`)."""
+    return [*ours(), *(root for root in shared() if copies(package, [root]))]
 
 
 def _pip(what: str, argv: list[str], requirements: Path) -> None:
