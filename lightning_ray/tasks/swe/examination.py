@@ -1,17 +1,16 @@
 """What one verdict takes: which runs of the suite, what each is given, and what its lines mean.
 
 `wanted` says which trials are to be run after those that were, or what the verdict is: `ROUNDS`
-mixed runs, in which each test is `ORIGINALS` times itself and else a twin (`twins.py`), which
-correct code must fail, in a random order of its own; then the suite as it is, and a tree that must
-be unsolved. `given` makes what goes into the room of one run, wherever that is: `cleanroom` has rooms
+mixed runs, in which each test goes through its original and twins of it (`twins.py`), which correct
+code must fail, in a random order of its own; then the suite as it is, and a tree that must be
+unsolved. `given` makes what goes into the room of one run, wherever that is: `cleanroom` has rooms
 on this machine, `remote` in pods. Pure, but for secrets that are drawn.
 
 Why in this order: code under test that could tell a later run what an earlier one has seen would
 know every original if the suite ran as it is first. Like this it meets texts that it does not know,
 and must find out which of them is the original before it has seen that the others are not. With a
-perfect channel between runs that is a guess of 2 in 5 at best for each hidden test; without one,
-five guesses by the text alone: who says "the original" with probability q passes with
-q^2 (1 - q)^3, 0.035 at best.
+perfect channel between runs that is a guess of one in `ROUNDS` for each hidden test that has two
+twins; without one, guesses by the text alone, `ROUNDS` of them: 4 in 27 at best for three.
 
 Invariants: nothing that a run is given says which tests are twins, or which run it is; trials of
 one answer of `wanted` may run at the same time, or one at a time with `wanted` asked again after
@@ -40,9 +39,8 @@ from lightning_ray.tasks.swe.evidence import (
     weigh,
 )
 
-# Of mixed runs, and in how many of them a test is itself: an unsolved tree shows itself in the
-# second on average, and who guesses passes in one of 29.
-ROUNDS, ORIGINALS = 5, 2
+# Of mixed runs: for an original and two twins, since not every test has more.
+ROUNDS = 3
 LIMITS = {  # of the test process; a runaway must hit these before the machine notices
     "RLIMIT_FSIZE": 256 << 20,
     "RLIMIT_AS": 2 << 30,
@@ -159,11 +157,10 @@ def _missing(suite: Suite, done: Done, known_bad: bool, rng: random.Random | Non
 def _version(suite: Suite, name: str, plan: str, turn: int) -> twins.Edit | None:
     """Which twin of a test a mixed run has; None: the test itself."""
     rng = random.Random(f"{plan} {name}")
-    known = list(suite.twins[name])
-    some = rng.sample(known, min(len(known), ROUNDS - ORIGINALS))
-    some += [rng.choice(known) for _ in range(ROUNDS - ORIGINALS - len(some))]
-    versions = [*[None] * ORIGINALS, *some]
+    some = rng.sample(suite.twins[name], min(len(suite.twins[name]), ROUNDS - 1))
+    versions = [None, *some]
     rng.shuffle(versions)
+    versions += [rng.choice(versions) for _ in range(ROUNDS - len(versions))]
     return versions[turn]
 
 
