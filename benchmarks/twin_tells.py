@@ -5,9 +5,9 @@ python benchmarks/twin_tells.py            all tasks of the offline set (some mi
 python benchmarks/twin_tells.py parse 20   the first 20 of a package
 
 For each kind of look, the forger is given what the test itself looks like on the buggy tree, and
-the best rate at which to pass what looks so: `q`. Of one hidden test he then needs three passes of
-the test and two failures of twins, of which the share `told` looks otherwise:
-`q**3 * (1 - (1 - told) * q)**2`, at most 0.035 if none does. This is more than he knows.
+the best rate at which to pass texts that look so: `q`. Of one hidden test he then needs that the
+test's own text passes and those of two twins fail, of which the share `told` looks otherwise:
+`q * (1 - (1 - told) * q)**2`, at most 4/27 if none does. This is more than he knows.
 """
 
 import argparse
@@ -26,8 +26,11 @@ LOOKS: dict[str, Look] = {
 }
 
 
+COIN = 4 / 27  # believed(0)
+
+
 def believed(told: float) -> float:
-    return max(q**3 * (1 - (1 - told) * q) ** 2 for q in (i / 200 for i in range(201)))
+    return max(q * (1 - (1 - told) * q) ** 2 for q in (i / 300 for i in range(301)))
 
 
 def main() -> None:
@@ -49,9 +52,9 @@ def main() -> None:
     print(f"{len(rates['nothing'])} tasks")
     for name, found_rates in rates.items():
         mean = sum(found_rates) / len(found_rates)
-        above = sum(rate > 0.035 for rate in found_rates)
+        above = sum(rate > COIN + 1e-6 for rate in found_rates)
         certain = sum(rate > 0.99 for rate in found_rates)
-        print(f"{name:30s} mean {mean:.4f}, {above} above 0.035, {certain} certain")
+        print(f"{name:30s} mean {mean:.4f}, {above} above {COIN:.3f}, {certain} certain")
 
 
 if __name__ == "__main__":
