@@ -109,6 +109,7 @@ class Memory:
             suite.repository,
             suite.options,
             Path(witness.__file__).read_text(),
+            Path(twins.__file__).read_text(),
         ]
         digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
         self._path = sources.cache() / "imaged" / f"{digest}.json"
