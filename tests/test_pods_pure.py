@@ -188,6 +188,7 @@ class World:
         self.finished: dict[str, int] = {}
         self.made: dict[str, int] = {}
         self.dying: dict[str, int] = {}  # pods that take their time to end: steps left
+        self.answered: set[str] = set()  # Jobs that the reconciler was told of when they were made
         self.uids = 0
 
     def uid(self) -> str:
@@ -214,6 +215,7 @@ class World:
                     if lost:
                         self.reconciler.refused(name, "lost", self.now, for_good=False)
                     else:
+                        self.answered.add(name)
                         self.reconciler.created(name, self.jobs[name], self.now)
                 case Delete(_, uid):
                     if name in self.jobs and self.jobs[name]["metadata"]["uid"] == uid:
@@ -230,7 +232,11 @@ class World:
     def remove(self, name: str) -> None:
         self.jobs.pop(name, None)
         for uid in [u for u, p in self.pods.items() if p["metadata"]["labels"]["job-name"] == name]:
-            self.dying.setdefault(uid, 3)
+            if name in self.answered:
+                self.dying.setdefault(uid, 3)
+            else:  # its Job is not known, and somebody else deleted it: nobody can know the pod
+                del self.pods[uid]
+                self.dying.pop(uid, None)
 
     def complete(self, name: str) -> None:
         for uid, one in self.pods.items():
@@ -554,7 +560,7 @@ def test_so_is_one_of_a_pod(tmp_path, right, wrong, said) -> None:
 
 CLAIM = "volumes: [{name: v, persistentVolumeClaim: {claimName: c}}]"
 POD = "imagePullSecrets: [{name: registry}]"
-SIDE = "image: proxy"
+SIDE, FIRST = "image: proxy", "- name: agent"
 
 
 @pytest.mark.parametrize(
@@ -568,6 +574,8 @@ SIDE = "image: proxy"
             "line 6: .*no second one",
         ),
         (POD, "activeDeadlineSeconds: 60", "line 8: .*would be graded"),
+        (POD, "hostIPC: true", "line 8: .*outlives the pod"),
+        (FIRST, f"{FIRST}\n          livenessProbe: {{}}", "line 12: .*like a harness"),
         (SIDE, f"{SIDE}\n          restartPolicy: Always", "line 16: .*starts again"),
     ],
 )
@@ -635,14 +643,12 @@ def test_what_weakens_a_pod_is_named(tmp_path) -> None:
 
     assert weak(TEMPLATE) == []
     of_pod = """hostNetwork: true
-      hostIPC: true
       automountServiceAccountToken: true
       volumes:
         - {name: v, hostPath: {path: /data}}
         - {name: t, projected: {sources: [{serviceAccountToken: {path: t}}]}}"""
     assert weak(TEMPLATE.replace(POD, of_pod)) == [
         "automountServiceAccountToken",
-        "hostIPC",
         "hostNetwork",
         "hostPath",
         "serviceAccountToken",

@@ -35,7 +35,7 @@ from lightning_ray.rollouts.harness import Recipe
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, run_attempt
 from lightning_ray.rollouts.places import IN_SANDBOX, Places
 from lightning_ray.rollouts.process import EndedBy, ExitReport, Limits
-from lightning_ray.rollouts.sandbox import Mode, SandboxError, Wanted
+from lightning_ray.rollouts.sandbox import Mode, Protection, SandboxError, Wanted
 
 MIB = 1 << 20
 HOW = ("none", "executed", "forked")
@@ -802,6 +802,21 @@ try:
 except sandbox.SandboxError as error:
     print(error)
 """
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_what_once_worked_is_remembered_with_a_network_of_its_own_or_not(
+    elsewhere: pytest.MonkeyPatch, tmp_path: Path, network: bool
+) -> None:
+    elsewhere.setenv("LIGHTNING_RAY_CACHE", str(tmp_path))
+    able = [Protection("bwrap", network, ("x",)), Protection(None, False, ("no namespaces",))]
+    cached = sandbox.protection
+    elsewhere.setattr(sandbox, "protection", lambda: able[0])
+    elsewhere.setattr(sandbox.protection, "cache_clear", cached.cache_clear, raising=False)
+    assert sandbox.steady() == able[0]
+    able.pop(0)
+    with pytest.raises(SandboxError, match="worked before on this machine, and now: no namespaces"):
+        sandbox.steady()
 
 
 @boxed

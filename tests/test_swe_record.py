@@ -90,7 +90,14 @@ def test_the_script_of_a_row_runs_the_hidden_tests_and_puts_everything_back(tmp_
     git("add", "-A")
     git("commit", "-qm", "x")
     test.write_text(test.read_text().replace("1 == 1", "2 == 2  # the hidden one"))
-    row = BENCH | {"test_patch": git("diff"), "base_commit": git("rev-parse", "HEAD").strip()}
+    (tmp_path / "new.json").write_text("{}\n")
+    git("add", "-A")
+    hidden = git("diff", "--cached")
+    git("reset", "-q", "--hard")
+    # What the model made of the same files does not count.
+    test.write_text("def test_y():\n    assert 3 == 4\n")
+    (tmp_path / "new.json").write_text("[]\n")
+    row = BENCH | {"test_patch": hidden, "base_commit": git("rev-parse", "HEAD").strip()}
     row |= {"FAIL_TO_PASS": [f"{test.name}::test_y"], "eval_script": ""}
     script = str(RepositoryTask.from_row(row).to_bench()["eval_script"])
     script = script.replace("cd /testbed", f"cd {tmp_path}")
@@ -98,6 +105,7 @@ def test_the_script_of_a_row_runs_the_hidden_tests_and_puts_everything_back(tmp_
     found = subprocess.run(["bash"], input=script, text=True, capture_output=True, check=True)
     assert f"PASSED {test.name}::test_y" in found.stdout
     assert "Applied patch" in found.stderr and git("status", "--porcelain", "-uno") == ""
+    assert not (tmp_path / "new.json").exists()
 
 
 def test_a_row_of_swe_bench_verified_has_its_public_image():

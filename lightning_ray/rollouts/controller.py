@@ -283,6 +283,8 @@ class RolloutController:
             )
             if result.lack:
                 self._lacks[result.node] = result.lack
+            else:  # a lack may have been for a moment
+                self._lacks.pop(result.node, None)
             return result
         except TaskCancelledError:
             return AttemptResult(Outcome.CANCELLED, "cancelled")

@@ -159,6 +159,12 @@ class Recipe(BaseModel):
         return self.lock_text or "".join(f"{package}\n" for package in self.packages)
 
 
+def path_of(name_or_path: str) -> Path:
+    """Where a recipe is, built-in or not."""
+    built_in = _BUILT_IN / f"{name_or_path}.yaml"
+    return built_in if built_in.is_file() else Path(name_or_path).expanduser().absolute()
+
+
 def load(
     name_or_path: str, args: Iterable[str] = (), env: Mapping[str, str] | None = None
 ) -> Recipe:
@@ -168,8 +174,7 @@ def load(
     Raises:
         RecipeError: no such recipe, a bad key or placeholder, or a missing lock file.
     """
-    built_in = _BUILT_IN / f"{name_or_path}.yaml"
-    path = built_in if built_in.is_file() else Path(name_or_path).expanduser().absolute()
+    path = path_of(name_or_path)
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -242,13 +247,24 @@ def readable(recipe: Recipe, venv: Path | None, path: str) -> list[Path]:
             # The whole of a virtual environment whose interpreter it is.
             of_venv = Path(text).parent.parent
             is_venv = (of_venv / "pyvenv.cfg").exists()
-            found += [of_venv, _interpreter(of_venv)] if is_venv else [Path(text)]
+            found += [of_venv, _interpreter(of_venv)] if is_venv else _with_its_own(Path(text))
         elif text.startswith(PACKAGE_FILE):
             found.append(Path(_package_file(text)))
     programs = [shutil.which(name, path=path) for name in (recipe.command[0], "node")]
     for program in filter(None, programs):
-        found += [Path(program), Path(program).resolve()]  # a link may lead to what is not shown
+        # A link may lead to what is not shown.
+        found += [Path(program), *_with_its_own(Path(program).resolve())]
     return found
+
+
+def _with_its_own(path: Path) -> list[Path]:
+    """A program, and where it lies below /opt what it came with: its npm package, or its folder."""
+    if Path("/opt") not in path.parents:
+        return [path]
+    packages = [folder for folder in path.parents if folder.name == "node_modules"]
+    if packages:  # the outermost one: packages share what they need
+        return [path, packages[-1]]
+    return [path] if path.parent == Path("/opt") else [path, path.parent]
 
 
 def _interpreter(venv: Path) -> Path:

@@ -22,6 +22,7 @@ import ipaddress
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -123,12 +124,13 @@ def steady() -> Protection:
     able, seen = protection(), _seen()
     most = seen.read_text() if seen.exists() else ""
     now = ("network" if able.network else "bubblewrap") if able.bubblewrap else ""
-    if now == most or now == "network":
-        if now != most:
-            with contextlib.suppress(OSError):  # no cache: each process finds out for itself
-                seen.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                seen.write_text(now)
-    elif most and able.missing != (_ABSENT,):  # who takes bubblewrap away means it
+    ranks = {"": 0, "bubblewrap": 1, "network": 2}
+    more = ranks[now] - ranks.get(most, 0)
+    if more > 0:
+        with contextlib.suppress(OSError):  # no cache: each process finds out for itself
+            seen.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            seen.write_text(now)
+    elif more < 0 and able.missing != (_ABSENT,):  # who takes bubblewrap away means it
         protection.cache_clear()  # the next try may find it well
         raise SandboxError(
             f"a sandbox worked before on this machine, and now: {'; '.join(able.missing)} (if that "
@@ -143,7 +145,10 @@ def _seen() -> Path:
     boot = ""
     with contextlib.suppress(OSError):  # not every kernel has it (gVisor's)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return root / "sandbox" / f"{boot}-{os.readlink('/proc/self/ns/mnt')[5:-1]}"
+    # Numbers of namespaces are given again, and a cache may be shared by machines.
+    began = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]
+    place = f"{socket.gethostname()}-{os.readlink('/proc/self/ns/mnt')[5:-1]}-{began}"
+    return root / "sandbox" / f"{boot}-{place}"
 
 
 def for_graders(wanted: Wanted) -> dict[str, str]:

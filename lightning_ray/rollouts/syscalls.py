@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of BPF
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
-_NONE = 0x00050000 | errno.ENOSYS
+_NONE, _NOT_LIKE_THAT = 0x00050000 | errno.ENOSYS, 0x00050000 | errno.EOPNOTSUPP
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _X32 = 0x40000000  # of x86_64: the same calls with other numbers
 _EVERYWHERE = 0xFFFFFFFF
@@ -34,11 +34,13 @@ _NEVER = {  # numbers on x86_64 and aarch64
     "mincore": (27, 232), "cachestat": (451, 451), "process_madvise": (440, 440),
     "io_uring_setup": (425, 425), "bpf": (321, 280), "perf_event_open": (298, 241),
 }  # fmt: skip
-# Which argument, and what it must not be (`_EQUAL`) or have a bit of (`_ANY_BIT`).
+# Which argument, what it must not be (`_EQUAL`) or have a bit of (`_ANY_BIT`), and the answer: of
+# preadv2 what older kernels and file systems say, for which programs have another way.
 _NEVER_WITH = {
-    "fadvise64": ((221, 223), 3, _EQUAL, (4, 5)),  # POSIX_FADV_DONTNEED, POSIX_FADV_NOREUSE
-    "madvise": ((28, 233), 2, _EQUAL, (20, 21)),  # MADV_COLD, MADV_PAGEOUT
-    "preadv2": ((327, 286), 5, _ANY_BIT, (_EVERYWHERE,)),  # RWF_NOWAIT, RWF_DONTCACHE, ...
+    "fadvise64": ((221, 223), 3, _EQUAL, (4, 5), _REFUSE),  # POSIX_FADV_DONTNEED, ..._NOREUSE
+    "madvise": ((28, 233), 2, _EQUAL, (20, 21), _REFUSE),  # MADV_COLD, MADV_PAGEOUT
+    # RWF_NOWAIT, RWF_DONTCACHE, ...
+    "preadv2": ((327, 286), 5, _ANY_BIT, (_EVERYWHERE,), _NOT_LIKE_THAT),
 }
 
 
@@ -72,13 +74,13 @@ def _instructions(architecture: int, column: int) -> Iterator[bytes]:
     for numbers in _NEVER.values():
         yield _one(_EQUAL, numbers[column], 0, 1)
         yield _one(_RETURN, _REFUSE)
-    for numbers, argument, test, values in _NEVER_WITH.values():
+    for numbers, argument, test, values, answer in _NEVER_WITH.values():
         yield _one(_EQUAL, numbers[column], 0, len(values) + 3)
         yield _one(_LOAD, _ARGUMENTS + 8 * argument)  # its lower half: both are little endian
         for rest in range(len(values), 0, -1):
             yield _one(test, values[-rest], rest, 0)
         yield _one(_RETURN, _ALLOW)
-        yield _one(_RETURN, _REFUSE)
+        yield _one(_RETURN, answer)
     yield _one(_RETURN, _ALLOW)
 
 

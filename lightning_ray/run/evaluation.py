@@ -33,6 +33,7 @@ from lightning_ray.records import (
 from lightning_ray.report import evaluations
 from lightning_ray.report.console import Console, View
 from lightning_ray.report.evaluations import Evaluation, Rollout
+from lightning_ray.rollouts import harness
 from lightning_ray.run import data
 from lightning_ray.run.stack import Progress, Stack, with_counts
 
@@ -245,8 +246,10 @@ def _digest(value: object) -> str:
 
 def _contents(config: RunConfig) -> list[str]:
     """Fingerprints of the files that settings name by their path: "" for one that is no file."""
-    paths = (config.model.chat_template, config.harness.recipe, config.kubernetes.template)
-    return [_fingerprint(Path(path)) if path and Path(path).is_file() else "" for path in paths]
+    named = (config.model.chat_template, config.kubernetes.template)
+    paths = [Path(path).expanduser() for path in named if path]
+    paths.append(harness.path_of(config.harness.recipe))
+    return [_fingerprint(path) if path.is_file() else "" for path in paths]
 
 
 def _folder_fingerprint(folder: Path) -> str:

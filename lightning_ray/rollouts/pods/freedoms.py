@@ -2,7 +2,8 @@
 
 Pure: functions over a rendered Job. `refusals` are wrong in any run: a second run of the harness,
 an infrastructure's end that would be graded, a way from the agent's pod into the grader's (both are
-made of one template). `weaknesses` are the user's to choose, and are told at the start.
+made of one template). `weaknesses` are the user's to choose, and are told at the start: some of
+them (privileged, hostNetwork) are such ways, too, for who knows how.
 """
 
 from __future__ import annotations
@@ -38,6 +39,19 @@ def refusals(job: Json) -> Iterator[tuple[Path, str]]:
             "a pod that this ends would be graded like a rollout that took too long: leave it out; "
             "rollout.timeout_s and kubernetes.start_timeout_s are the limits",
         )
+    if pod.get("hostIPC"):
+        yield (
+            (*_POD, "hostIPC"),
+            "shared memory of the node outlives the pod, and what an agent leaves there is found by "
+            "its grader's pod: leave this out",
+        )
+    for probe in ("livenessProbe", "startupProbe"):
+        if probe in pod["containers"][0]:
+            yield (
+                (*_POD, "containers", 0, probe),
+                "a container that this ends would be graded like a harness that failed: leave it "
+                "out",
+            )
     for number, container in enumerate(pod["containers"]):
         if container.get("restartPolicy", "Never") != "Never":
             yield (
@@ -81,8 +95,6 @@ def weaknesses(job: Json) -> list[str]:
 def _of_pod(pod: Json) -> Iterator[str]:
     if pod.get("hostNetwork"):
         yield "hostNetwork (the node's network, which no NetworkPolicy holds back)"
-    if pod.get("hostIPC"):
-        yield "hostIPC (shared memory of the node's processes)"
     for volume in pod.get("volumes", []):
         if "hostPath" in volume:
             yield f"hostPath (files of the node at {volume['hostPath'].get('path')})"

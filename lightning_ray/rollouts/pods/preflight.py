@@ -124,9 +124,12 @@ class Probe(Api):
 
     def warnings(self, job: Json) -> list[str]:
         """What the server warns of when it looks at `job`, which it does not refuse."""
-        answer = self._batch.create_namespaced_job(
-            self.namespace, job, dry_run="All", _preload_content=False, _request_timeout=_ASK_S
-        )
+        try:
+            answer = self._batch.create_namespaced_job(
+                self.namespace, job, dry_run="All", _preload_content=False, _request_timeout=_ASK_S
+            )
+        except ApiException:  # it was looked at before, and this server is busy
+            return []
         return [f"the API server warns: {text}" for text in told(answer.headers.getlist("Warning"))]
 
 

@@ -275,20 +275,22 @@ class Reconciler:
                 del self._going[name]
                 self._creating.discard(name)
         found: list[Action] = []
-        for name in [*self._urgent, *self._waiting]:
-            wish = self._wishes[name]
-            if self._tokens < 1:
-                break
-            full = self._open + len(self._going) >= self._most
-            if wish.not_before > now or (full and not wish.holds):
-                continue
-            del (self._urgent if wish.urgent else self._waiting)[name]
-            wish.phase, wish.since = Phase.CREATING, now
-            self._open += not wish.holds
-            wish.holds = True
-            self._tokens -= 1
-            self._creating.add(name)
-            found.append(Create(name))
+        for queue in (self._urgent, self._waiting):
+            for name in list(queue):
+                wish = self._wishes[name]
+                full = self._open + len(self._going) >= self._most
+                # Those that hold a place were refused before, and stand first.
+                if self._tokens < 1 or (full and not wish.holds):
+                    break
+                if wish.not_before > now:
+                    continue
+                del queue[name]
+                wish.phase, wish.since = Phase.CREATING, now
+                self._open += not wish.holds
+                wish.holds = True
+                self._tokens -= 1
+                self._creating.add(name)
+                found.append(Create(name))
         return found
 
     def _leave(self, name: str, wish: _Wish) -> None:

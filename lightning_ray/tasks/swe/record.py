@@ -230,8 +230,13 @@ def evaluation_script(record: RepositoryTask) -> str:
     tests as they were, the tests' output between its markers, everything put back."""
     ids = [*record.fail_to_pass, *record.pass_to_pass]
     files = shlex.join(sorted({test.partition("::")[0] for test in ids}))
-    changed = shlex.join(sorted(patches.touched(record.test_patch)))
-    back = [f"git checkout {record.base_commit or 'HEAD'} -- {changed}"] if changed else []
+    changed = patches.files(record.test_patch) if record.test_patch else []
+    old = {part.before for part in changed if part.before}
+    new = {part.after for part in changed if part.after} - old
+    back = [f"rm -f -- {shlex.join(sorted(new))}"] if new else []
+    # Of what was there alone: git restores nothing if it knows one of them not.
+    if old:
+        back += [f"git checkout {record.base_commit or 'HEAD'} -- {shlex.join(sorted(old))}"]
     applied = [f"git apply -v - <<'{_HEREDOC}'", record.test_patch.rstrip("\n"), _HEREDOC]
     return "\n".join(
         [
