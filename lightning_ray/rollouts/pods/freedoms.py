@@ -42,8 +42,8 @@ def refusals(job: Json) -> Iterator[tuple[Path, str]]:
     if pod.get("hostIPC"):
         yield (
             (*_POD, "hostIPC"),
-            "shared memory of the node outlives the pod, and what an agent leaves there is found by "
-            "its grader's pod: leave this out",
+            "shared memory of the node outlives the pod, and its grader's pod finds what an agent "
+            "leaves there: leave this out",
         )
     for probe in ("livenessProbe", "startupProbe"):
         if probe in pod["containers"][0]:
