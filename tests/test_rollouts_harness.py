@@ -285,3 +285,17 @@ def test_a_harness_may_need_a_newer_python_than_ours(
     assert interpreter(harness.Recipe(**needs)) == sys.executable
     with pytest.raises(ValidationError, match="python"):
         harness.Recipe(**needs, python="2.7")
+
+
+@pytest.mark.parametrize(
+    ("program", "folder"),
+    [
+        ("/opt/agent/main.py", "/opt/agent"),
+        ("/opt/n/lib/node_modules/a/node_modules/b/cli.js", "/opt/n/lib/node_modules"),
+        ("/opt/agent", None),
+        ("/usr/bin/agent", None),
+    ],
+)
+def test_what_a_program_in_opt_came_with_is_shown_with_it(program: str, folder: str | None):
+    shown = [Path(program), *([Path(folder)] if folder else [])]
+    assert harness._with_its_own(Path(program)) == shown
