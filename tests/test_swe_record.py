@@ -255,3 +255,9 @@ def test_git_says_of_any_change_what_it_touches(tmp_path: Path):
     diff = git("diff", "-M", "-C", "--find-copies-harder", "HEAD~1", "HEAD")
     assert "rename from" in diff and "copy from" in diff
     assert {"moved.py", "gone", "n", ODD, *after} - {"kept"} <= patches.touched(diff)
+
+
+def test_a_line_of_a_hunk_that_looks_like_a_header_is_none():
+    hunk = "@@ -1,2 +1,2 @@\n x\n--- a/src/core.py\n+++ b/src/core.py\n"
+    diff = f"--- a/query.sql\n+++ b/query.sql\n{hunk}--- a/t.py\n+++ b/t.py\n"
+    assert patches.touched(diff) == {"query.sql", "t.py"}

@@ -83,9 +83,15 @@ def touched(diff: str) -> frozenset[str]:
     ['té', 'x']
     """
     found: set[str] = set()
+    left = (0, 0)  # lines of the open hunk that are still to come, before and after
     for line in diff.split("\n"):
         line = line.removesuffix("\r")
-        if match := _PATH.match(line):
+        if max(left) > 0 and not line.startswith("diff --git "):  # no line of a hunk begins so
+            left = (left[0] - (line[:1] in " -"), left[1] - (line[:1] in " +"))
+        elif hunk := _HUNK.match(line):
+            before, after = (int(side.partition(",")[2] or 1) for side in hunk.groups()[:2])
+            left = (before, after)
+        elif match := _PATH.match(line):
             found.add(_plain(match[1], prefixed=line[:3] in ("---", "+++")))
         elif match := _BOTH.match(line):
             sides = [match[1], match[2]] if match[1] else []
