@@ -2,14 +2,14 @@
 
 Core objects and all pod templates are checked against Kubernetes' own schemas, the RayCluster by
 the code with which Ray's autoscaler reads it, and RayCluster and RayJob against KubeRay's CRDs
-where these are at hand: they are not ours to check in, and no registry that CI reaches has them.
+(`kuberay.py`).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import os
+import json
 import re
 import shlex
 import tomllib
@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+import kuberay
 import kubernetes_validate
 import pytest
 import yaml
@@ -47,13 +48,8 @@ from lightning_ray.run import command
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples" / "kuberay"
 DOCS = (ROOT / "docs" / "cluster.md").read_text()
-KUBERAY = "1.7.0"
 # The oldest Kubernetes that still gets patches, and the newest that there is a schema for.
 KUBERNETES = ("1.34", "1.37")
-CRD_FILE = (
-    Path(os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray").expanduser()
-    / f"kuberay-crds-{KUBERAY}.yaml"
-)
 Object = dict[str, Any]
 
 
@@ -153,18 +149,6 @@ def test_what_bubblewrap_needs_of_a_pod_is_valid_and_is_what_a_run_says(
         assert field in sandbox.hint()
 
 
-@functools.cache
-def _crds() -> dict[str, Object]:
-    documents = yaml.load_all(CRD_FILE.read_text(), yaml.CSafeLoader)
-    return {
-        document["spec"]["names"]["kind"]: _strict(version["schema"]["openAPIV3Schema"])
-        for document in documents
-        if document
-        for version in document["spec"]["versions"]
-        if version["name"] == "v1"
-    }
-
-
 def _strict(schema: Any) -> Any:
     """As the API server's strict validation: no field that the schema does not name."""
     if isinstance(schema, list):
@@ -177,18 +161,29 @@ def _strict(schema: Any) -> Any:
     return made
 
 
-@pytest.mark.skipif(
-    not CRD_FILE.exists(),
-    reason=f"KubeRay's CRDs are not there: helm show crds kuberay-operator --version {KUBERAY} "
-    f"--repo https://ray-project.github.io/kuberay-helm > {CRD_FILE}",
-)
-@pytest.mark.parametrize("kind", ["RayCluster", "RayJob"])
+@pytest.mark.parametrize("kind", kuberay.KINDS)
 def test_custom_objects_are_valid_for_kuberay(kind: str) -> None:
-    schema = jsonschema.Draft202012Validator(_crds()[kind])
+    found = _strict(kuberay.schema(kuberay.definitions()[kind]))
+    schema = jsonschema.Draft202012Validator(found)
     schema.validate(find(kind))
     misspelt = find(kind)
     misspelt["spec"]["clusterSelectr"] = {}
     assert not schema.is_valid(misspelt)
+    wrong = find(kind)
+    cluster = find("RayCluster")["spec"]
+    cluster["workerGroupSpecs"][0]["maxReplicas"] = "many"
+    wrong["spec"] |= cluster if kind == "RayCluster" else {"rayClusterSpec": cluster}
+    assert not schema.is_valid(wrong)
+    cluster["workerGroupSpecs"][0]["maxReplicas"] = 3
+    wrong["spec"] |= cluster if kind == "RayCluster" else {"rayClusterSpec": cluster}
+    schema.validate(wrong)
+
+
+@pytest.mark.skipif(
+    not kuberay.ORIGINAL.exists(), reason="KubeRay's own file is not there: kuberay.py says how"
+)
+def test_what_is_kept_of_kuberays_definitions_is_what_they_say() -> None:
+    assert kuberay.reduced(kuberay.ORIGINAL.read_text()) == json.loads(kuberay.FILE.read_text())
 
 
 # -- Ray's autoscaler -----------------------------------------------------------------------------
@@ -313,7 +308,7 @@ def test_versions_are_those_of_the_project() -> None:
     for text in map(Path.read_text, texts):
         for version in re.findall(r"\b[Rr]ay(?:==|:| )(\d+\.\d+(?:\.\d+)?)", text):
             assert pinned_ray().startswith(version)
-    assert f"--version {KUBERAY}" in DOCS
+    assert f"--version {kuberay.VERSION}" in DOCS
     python = re.search(r"^FROM python:([\d.]+)-", (FOLDER / "Dockerfile").read_text(), re.M)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert SpecifierSet(project["requires-python"]).contains(python[1])

@@ -7,7 +7,8 @@ from lightning_ray.run.telling import AGAIN_S, Telling
 
 def test_each_node_that_lacks_something_is_named_once() -> None:
     said: list[str] = []
-    telling = Telling(said.append, {"head": "no bubblewrap"})
+    telling = Telling(said.append)
+    telling.know({"head": "no bubblewrap"})
     telling.sandboxes({"head": "no bubblewrap"})
     assert said == []
     for _ in range(3):
@@ -18,7 +19,7 @@ def test_each_node_that_lacks_something_is_named_once() -> None:
 def test_counts_that_change_are_no_news_and_new_reasons_are() -> None:
     said: list[tuple[int, str]] = []
     now = 0
-    telling = Telling(lambda text: said.append((now, text)), {})
+    telling = Telling(lambda text: said.append((now, text)))
     for now in range(60):
         reasons = [f"{60 - now} x its pod is starting"]
         if now >= 20:
@@ -32,7 +33,7 @@ def test_counts_that_change_are_no_news_and_new_reasons_are() -> None:
 
 def test_an_api_server_that_is_away_is_not_news_each_second() -> None:
     said: list[str] = []
-    telling = Telling(said.append, {})
+    telling = Telling(said.append)
     for now in range(25):
         telling.pods(f"no answer since 12:00:0{now % 10} (<Connection at 0x7f{now:02x}>)", now)
     assert len(said) == 1

@@ -1,11 +1,13 @@
-"""Connects to Ray: the cluster that RAY_ADDRESS names, or a local one that ends with the run."""
+"""Connects to Ray: the cluster that RAY_ADDRESS names, or a local one that ends with the run; and
+looks, before anything is started, whether rollouts can run on what is there."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -13,6 +15,10 @@ import ray
 from lightning_ray.config import RunConfig
 from lightning_ray.gateway import deploy
 from lightning_ray.placement import Device, plan
+from lightning_ray.records import Task
+from lightning_ray.rollouts import harness, sandbox
+from lightning_ray.rollouts.pods import preflight
+from lightning_ray.rollouts.sandbox import Mode
 
 # Bytes of the object store of a local Ray: batches go through it, weights do not.
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
@@ -67,6 +73,28 @@ def connect(config: RunConfig) -> None:
             num_cpus=max(os.cpu_count() or 1, round(asked + 0.5)),
             object_store_memory=LOCAL_OBJECT_STORE_BYTES,
         )
+
+
+def check_rollouts(
+    config: RunConfig, say: Callable[[str], None], *sets: Sequence[Task]
+) -> dict[str, str]:
+    """Says what a person should know of how the tasks of `sets` will be run. Returns what this node
+    lacks of the sandbox, by its name; what another node lacks it says with its first attempt.
+
+    Raises:
+        ConfigError: a recipe, a sandbox or a cluster that cannot be used.
+    """
+    harness.load(config.harness.recipe, config.harness.args, config.harness.env)
+    in_pods = config.rollout.launcher == "kubernetes" and config.kubernetes.grade == "job"
+    wanted, lacks = sandbox.wanted(config), dict[str, str]()
+    asked = wanted.mode is Mode.NONE or runs_harnesses_here(config)
+    if not in_pods and asked and (note := sandbox.check(wanted)):
+        say(f"sandbox: {note}")
+        lacks[socket.gethostname()] = note
+    if config.rollout.launcher != "local":
+        for note in preflight.check(config, *sets):
+            say(f"kubernetes: {note}")
+    return lacks
 
 
 def runs_harnesses_here(config: RunConfig) -> bool:

@@ -9,7 +9,6 @@ checksums are compared), and uses again what had finished since, if those weight
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,10 +21,7 @@ from lightning_ray.metrics import MetricsLog
 from lightning_ray.placement import Bundles, Device, reserve, weight_sync_way
 from lightning_ray.records import FinishedRollout, Outcome, PolicyVersion, RolloutState, Task
 from lightning_ray.report.console import Console, View
-from lightning_ray.rollouts import harness, sandbox
 from lightning_ray.rollouts.lifecycle import ControllerStatus
-from lightning_ray.rollouts.pods import preflight
-from lightning_ray.rollouts.sandbox import Mode
 from lightning_ray.run import cluster, data, ending
 from lightning_ray.run.checkpoint import Checkpoints, State
 from lightning_ray.run.collection import Collection, Harvest, check_faults
@@ -58,18 +54,7 @@ class Run:
         )
         self._estimator = advantages.estimator(config.algorithm)
         self._hook = advantages.call_advantages(config.algorithm)
-        # A recipe or a sandbox that cannot be used is said before anything is started.
-        harness.load(config.harness.recipe, config.harness.args, config.harness.env)
-        in_pods = config.rollout.launcher == "kubernetes" and config.kubernetes.grade == "job"
-        wanted, self._lacks = sandbox.wanted(config), dict[str, str]()
-        # What another node can give it says with its first attempt.
-        asked = wanted.mode is Mode.NONE or cluster.runs_harnesses_here(config)
-        if not in_pods and asked and (note := sandbox.check(wanted)):
-            console.print(f"sandbox: {note}")
-            self._lacks = {socket.gethostname(): note}
-        if config.rollout.launcher != "local":
-            for note in preflight.check(config, self._train, self._validation):
-                console.print(f"kubernetes: {note}")
+        self._lacks = cluster.check_rollouts(config, console.print, self._train, self._validation)
         # Weights made by this process belong to a lineage of their own: after a rollback the same
         # step number names other weights than before.
         self._lineage = secrets.token_hex(3)
@@ -102,7 +87,8 @@ class Run:
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         bundles: Bundles | None = None
-        self._stack = Stack(self._config, self._model_dir, self.run_dir, self._say, self._lacks)
+        self._stack = Stack(self._config, self._model_dir, self.run_dir, self._say)
+        self._stack.know(self._lacks)
         self._collection = Collection(
             self._config, self._train, self._stack, self._estimator, self._say
         )

@@ -34,7 +34,7 @@ from lightning_ray.report import evaluations
 from lightning_ray.report.console import Console, View
 from lightning_ray.report.evaluations import Evaluation, Rollout
 from lightning_ray.rollouts import harness
-from lightning_ray.run import data
+from lightning_ray.run import cluster, data
 from lightning_ray.run.stack import Progress, Stack, with_counts
 
 # In the run directory.
@@ -149,6 +149,7 @@ def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
             rollouts = stack.finished(specs)
             if len(rollouts) < len(specs):
                 if bundles is None:  # an evaluation that is done needs no engines
+                    stack.know(cluster.check_rollouts(config, console.print, job.tasks))
                     bundles = reserve(config)
                     bundles.check_shared(config.run_dir, base_dir)
                     stack.start(bundles, PolicyVersion(BASE, 0))

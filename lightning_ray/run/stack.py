@@ -57,8 +57,7 @@ Progress = Callable[[Sequence[FinishedRollout], ControllerStatus], None]
 
 
 class Stack:
-    """See the module. Made by `start`. `say` tells the user what is waited for; `told` is what he
-    knows already of the nodes that lack something of the sandbox.
+    """See the module. Made by `start`. `say` tells the user what is waited for.
 
     Raises:
         ProcessLost: from every method, when a process of it died or does not answer. Engines are
@@ -71,13 +70,12 @@ class Stack:
         model_dir: Path,
         run_dir: Path,
         say: Callable[[str], None],
-        told: Mapping[str, str] | None = None,
     ) -> None:
         self.config, self._model_dir, self._run_dir = config, model_dir, run_dir
         self._say, self._trouble, self._torn = say, "", list[Path]()
         self._wait = Waiting(config.run.wait_timeout_s, say, self._look_at_store)
         self.pointer = run_dir / "policy.json"
-        self._telling = Telling(say, told or {})
+        self._telling = Telling(say)
         self._run_id, self._kept = "", list[str]()
         self.store: Any = None
         self.engines: list[Any] = []
@@ -85,6 +83,10 @@ class Stack:
         self._serving = False
         self._awaited: set[str] = set()  # rollouts that run
         self._results: dict[str, FinishedRollout] = {}  # ended, and taken by nobody yet
+
+    def know(self, lacks: Mapping[str, str]) -> None:
+        """What nodes lack of the sandbox, which the user was told: it is not told again."""
+        self._telling.know(lacks)
 
     def open_store(self) -> None:
         """Opens the run's store and ends what a killed run left open.

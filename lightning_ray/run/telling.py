@@ -18,11 +18,15 @@ _CHANGING = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
 class Telling:
-    """See the module. `told` is what is known already of nodes that lack something."""
+    """See the module."""
 
-    def __init__(self, say: Callable[[str], None], told: Mapping[str, str]) -> None:
-        self._say, self._told = say, dict(told)
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._told = say, dict[str, str]()
         self._reasons: dict[str, float] = {}  # when each was told
+
+    def know(self, lacks: Mapping[str, str]) -> None:
+        """What was told elsewhere of nodes that lack something."""
+        self._told |= lacks
 
     def sandboxes(self, lacks: Mapping[str, str]) -> None:
         """What nodes lack of the sandbox."""

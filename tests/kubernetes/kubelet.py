@@ -5,7 +5,8 @@ container's working directory, which can be written. emptyDir volumes, Secrets i
 the downward API, termination messages, logs, deadlines, graceful deletion and node heartbeats work
 as a user of the API would expect; probes, restarts and networks of pods do not exist. Faults that
 real nodes have are asked for by the name of the image: `missing` cannot be pulled, `invalid` has no
-valid name, `oom` is killed for its memory, `evict` and `fill` are evicted.
+valid name, `oom` is killed for its memory, `evict` is evicted since the node has no memory left,
+`overfill` since it wrote too much.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def run(pod: dict[str, Any]) -> None:
         message = "The node was low on resource: memory."
         patch(pod, {"phase": "Failed", "reason": "Evicted", "message": message})
         return
-    if image.startswith("fill"):
+    if image.startswith("overfill"):
         message = "Usage of EmptyDir volume lightning exceeds the limit 1Mi."
         patch(pod, {"phase": "Failed", "reason": "Evicted", "message": message})
         return

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import kuberay
 import pytest
 import yaml
 from control_plane import Cluster
@@ -16,44 +15,34 @@ from kubernetes.dynamic.exceptions import ConflictError, ResourceNotFoundError
 from runs import ROOT
 
 pytestmark = pytest.mark.slow
-CACHE = Path(os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray").expanduser()
-# KubeRay's own definitions where they are at hand (test_manifests.py says how); else their names.
-CRDS = CACHE / "kuberay-crds-1.7.0.yaml"
-NAMES = {"RayCluster": "ray.io/v1", "RayJob": "ray.io/v1", "PodMonitor": "monitoring.coreos.com/v1"}
 Object = dict[str, Any]
 
 
-def definition(kind: str) -> Object:
-    """A definition that takes any object of its kind."""
-    group, _, version = NAMES[kind].partition("/")
-    names = {"kind": kind, "plural": f"{kind.lower()}s", "singular": kind.lower()}
-    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+def pod_monitors() -> Object:
+    """A definition that takes any PodMonitor."""
+    names = {"kind": "PodMonitor", "plural": "podmonitors", "singular": "podmonitor"}
+    version = {
+        "name": "v1",
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": kuberay.ANYTHING},
+    }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{names['plural']}.{group}"},
+        "metadata": {"name": "podmonitors.monitoring.coreos.com"},
         "spec": {
-            "group": group,
+            "group": "monitoring.coreos.com",
             "names": names,
             "scope": "Namespaced",
-            "versions": [
-                {
-                    "name": version,
-                    "served": True,
-                    "storage": True,
-                    "schema": {"openAPIV3Schema": schema},
-                }
-            ],
+            "versions": [version],
         },
     }
 
 
 def definitions() -> list[Object]:
-    text = CRDS.read_text() if CRDS.exists() else ""
-    trees = filter(None, yaml.load_all(text, yaml.CSafeLoader))
-    theirs = [without_empty_defaults(tree) for tree in trees]
-    named = {tree["spec"]["names"]["kind"] for tree in theirs}
-    return theirs + [definition(kind) for kind in NAMES if kind not in named]
+    theirs = [without_empty_defaults(tree) for tree in kuberay.definitions().values()]
+    return [*theirs, pod_monitors()]
 
 
 def without_empty_defaults(tree: Any) -> Any:

@@ -20,6 +20,7 @@ import pytest
 import ray
 import support
 from control_plane import Cluster
+from kubernetes import client
 from support import Running
 from swe import images
 from swe.attacks import ATTACKS
@@ -326,12 +327,25 @@ spec:
       containers:
         - name: agent
           image: "{{ task.fields.image }}"
+          env:
+            - name: SETTING
+              valueFrom:
+                secretKeyRef: {name: "{{ task.fields.get('secret', 'setting') }}", key: s}
 """
 
 
-def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, tmp_path) -> None:
-    template = tmp_path / "job.yaml"
-    template.write_text(TEMPLATE)
+@pytest.fixture
+def template(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
+    """TEMPLATE as a file, and the Secret that it names."""
+    secret = {"metadata": {"name": "setting"}, "stringData": {"s": "value"}}
+    cluster.core.create_namespaced_secret("default", secret)
+    path = tmp_path / "job.yaml"
+    path.write_text(TEMPLATE)
+    yield path
+    cluster.core.delete_namespaced_secret("setting", "default")
+
+
+def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, template) -> None:
     here = site(
         f"kubernetes.template={template}", "rollout.timeout_s=12", "kubernetes.start_timeout_s=20"
     )
@@ -346,12 +360,15 @@ def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, tmp_path) -> Non
         # by what happens to it
         "missing": (("work", "missing:1"), Outcome.LAUNCH_FAULT, "ImagePullBackOff"),
         "invalid": (("work", "invalid::"), Outcome.LAUNCH_FAULT, "InvalidImageName"),
+        "unset": (("work", "python"), Outcome.LAUNCH_FAULT, "secret 'unknown' not found"),
         "evicted": (("work", "evict"), Outcome.NODE_LOST, "low on resource"),
+        "full": (("work", "overfill"), Outcome.OUTPUT_LIMIT, "exceeds the limit"),
         "nowhere": (("work", "python"), Outcome.LAUNCH_FAULT, "Unschedulable"),
     }
     for name, ((task, image), _, _) in asked.items():
         node = "no-such-node" if name == "nowhere" else "node-0"
-        here.submit(task, name=name, image=image, node=node, patience=1)
+        more = {"secret": "unknown"} if name == "unset" else {}
+        here.submit(task, name=name, image=image, node=node, patience=1, **more)
     here.cluster.until(lambda: "Unschedulable" in ray.get(here.controller.status.remote()).trouble)
     ended = here.results(len(asked))
     for name, (_, outcome, said) in asked.items():
@@ -359,7 +376,53 @@ def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, tmp_path) -> Non
         assert (one.outcome, said in one.detail) == (outcome, True), (name, one)
     # What the policy caused is graded: each of these has a reward.
     graded = {name for name in asked if ended[f"{here.folder.name}-{name}0"].reward is not None}
-    assert graded == {"fail", "noise", "fill", "sleep", "oom"}
+    assert graded == {"fail", "noise", "fill", "full", "sleep", "oom"}
+
+
+def test_a_pod_that_a_more_important_one_displaces_is_a_lost_node(site, template, flags) -> None:
+    here = site(f"kubernetes.template={template}")
+    scheduling = client.SchedulingV1Api()
+    first = {"metadata": {"name": "first"}, "value": 1000}
+    scheduling.create_priority_class(first)
+    here.cluster.start_node("node-1", CPUS="1")
+    try:
+        [spec] = here.submit(f"wait {flags}/go no", image="python", node="node-1", patience=60)
+        here.cluster.until(lambda: here.calls(spec))
+        container = {"name": "c", "image": "python", "command": ["sleep", "600"]}
+        container["resources"] = {"requests": {"cpu": "900m"}}
+        selector = {"kubernetes.io/hostname": "node-1"}
+        wanted = {"priorityClassName": "first", "nodeSelector": selector, "containers": [container]}
+        here.cluster.core.create_namespaced_pod(
+            "default", {"metadata": {"name": "important"}, "spec": wanted}
+        )
+        ended = here.results(1)[spec.rollout_id]
+        events = here.cluster.core.list_namespaced_event("default").items
+        assert "Preempted" in {event.reason for event in events}
+        assert ended.outcome is Outcome.NODE_LOST, ended
+        assert here.calls(spec) == 1
+    finally:
+        here.cluster.core.delete_namespaced_pod("important", "default", grace_period_seconds=0)
+        here.cluster.kill("node-1")
+        here.cluster.core.delete_node("node-1")
+        scheduling.delete_priority_class("first")
+
+
+def test_a_job_past_its_deadline_is_no_doing_of_the_harness(site, template, flags) -> None:
+    """Its own time limit is shorter, so here somebody else has shortened the Job's."""
+    here = site(f"kubernetes.template={template}", "kubernetes.start_timeout_s=60")
+    asked = {"image": "python", "patience": 1}
+    [ran] = here.submit(f"wait {flags}/go no", name="ran", node="node-0", **asked)
+    [never] = here.submit("work", name="never", node="no-such-node", **asked)
+    here.cluster.until(lambda: here.calls(ran) and len(here.pods()) == 2)
+    for job in here.jobs():
+        here.cluster.batch.patch_namespaced_job(
+            job.metadata.name, "default", {"spec": {"activeDeadlineSeconds": 1}}
+        )
+    ended = here.results(2)
+    found = {spec.rollout_id: ended[spec.rollout_id] for spec in (ran, never)}
+    assert found[ran.rollout_id].outcome is Outcome.NODE_LOST, found
+    assert found[never.rollout_id].outcome is Outcome.LAUNCH_FAULT, found
+    assert all("deadline of its Job" in one.detail for one in found.values()), found
 
 
 def test_no_more_jobs_at_a_time_than_the_cap(site) -> None:
@@ -445,9 +508,7 @@ def test_a_controller_that_starts_again_adopts_its_jobs(site, flags) -> None:
     assert "no model call since" in ended[quiet.rollout_id].detail
 
 
-def test_a_node_that_dies_is_a_lost_node(site, tmp_path) -> None:
-    template = tmp_path / "job.yaml"
-    template.write_text(TEMPLATE)
+def test_a_node_that_dies_is_a_lost_node(site, template) -> None:
     here = site(f"kubernetes.template={template}")
     here.cluster.start_node("node-1")
     try:
@@ -618,15 +679,18 @@ def test_repository_tasks_are_judged_in_pods_as_on_a_node(site, tmp_path) -> Non
         one = ended[f"{here.folder.name}-{what}"]
         assert one.outcome is Outcome.COMPLETED and one.reward is not None, one
         tampered = Verdict.TAMPERED if one.reward.metrics["tampered"] else Verdict.UNSOLVED
-        verdict = Verdict.SOLVED if one.reward.solved else tampered
-        found[what] = (verdict, one.reward.metrics["test_runs"] > examination.ROUNDS)
+        found[what] = Verdict.SOLVED if one.reward.solved else tampered
+        # As often as it is on a node, where it is SOLVED. Else the first run that says no is the
+        # last, unless that is the last mixed one: in pods it is run together with the rest.
+        runs, whole = one.reward.metrics["test_runs"], examination.ROUNDS + 2
+        assert runs == whole if one.reward.solved else 1 <= runs <= whole, one
     assert found == {
-        "mended-0": (Verdict.SOLVED, True),
-        "mended-1": (Verdict.SOLVED, True),
-        "untouched-0": (Verdict.UNSOLVED, False),
-        "untouched-1": (Verdict.UNSOLVED, False),
-        "forged": (every[attacks["forged"]].expect, False),
-        "left": (every[attacks["left"]].expect, False),
+        "mended-0": Verdict.SOLVED,
+        "mended-1": Verdict.SOLVED,
+        "untouched-0": Verdict.UNSOLVED,
+        "untouched-1": Verdict.UNSOLVED,
+        "forged": every[attacks["forged"]].expect,
+        "left": every[attacks["left"]].expect,
     }
     here.cluster.until(lambda: not here.jobs() and not here.pods())
 

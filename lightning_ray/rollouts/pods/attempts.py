@@ -69,11 +69,14 @@ def attempts_in_pods(config: RunConfig, run_id: str) -> list[str]:
     """The attempts of this run whose Jobs are there.
 
     Raises:
-        ConfigError: the API server does not answer.
+        ConfigError: the API server does not answer, or refuses to say.
     """
     try:
         jobs, _ = Api(config.kubernetes).list("jobs", manifest.selector(run_id, manifest.AGENT))
-    except (ApiException, *OUTAGE) as error:
+    except ApiException as error:
+        why = f"HTTP {error.status} {error.reason}"
+        raise ConfigError(f"kubernetes: this run may not list its Jobs: {why}") from error
+    except OUTAGE as error:
         raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
     there = [job["metadata"] for job in jobs if "deletionTimestamp" not in job["metadata"]]
     named = (metadata.get("annotations") or {} for metadata in there)
