@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lightning_ray.line import LineEnd
 from lightning_ray.records import Call, FinishedRollout, Json, Outcome, Reward, RolloutSpec
-from lightning_ray.store.attempts import AttemptInfo, AttemptSummary, Known
+from lightning_ray.store.attempts import AttemptInfo, AttemptSummary, Known, Open
 from lightning_ray.store.claims import Claims, Opening, Verdict
 from lightning_ray.store.depot import Depot, Refusal
 from lightning_ray.store.disk import FULL, disk_fault
@@ -211,6 +211,11 @@ class StoreActor(LineEnd):
     async def end_orphans(self, ended_at: float, keep: list[str]) -> int:
         await self._depots(self._depot.sweep, keep)
         return await self._run(RolloutStore.end_orphans, ended_at, keep)
+
+    async def open_attempts(self) -> dict[str, Open]:
+        calls = await self._query(Queries.open_attempts)
+        delivered = await self._depots(self._depot.delivered)
+        return {name: Open(count, name in delivered) for name, count in calls.items()}
 
     async def attempt(self, attempt_id: str) -> AttemptInfo | None:
         return await self._run(RolloutStore.attempt, attempt_id)
