@@ -75,6 +75,9 @@ if task == "noise":
     print("x" * (3 << 20))
 if task == "fill":
     pathlib.Path("big.bin").write_bytes(bytes(4 << 20))
+if task == "overfill":
+    pathlib.Path("big.bin").write_bytes(bytes(40 << 20))
+    time.sleep(600)
 sys.exit(3 if task == "fail" else 0)
 """
 
@@ -347,7 +350,10 @@ def template(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
 
 def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, template) -> None:
     here = site(
-        f"kubernetes.template={template}", "rollout.timeout_s=12", "kubernetes.start_timeout_s=20"
+        f"kubernetes.template={template}",
+        "rollout.timeout_s=12",
+        "rollout.disk_mib=32",
+        "kubernetes.start_timeout_s=20",
     )
     asked = {
         # by what the harness does
@@ -355,6 +361,7 @@ def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, template) -> Non
         "silent": (("silent", "python"), Outcome.LAUNCH_FAULT, "0 model calls"),
         "noise": (("noise", "python"), Outcome.OUTPUT_LIMIT, "output"),
         "fill": (("fill", "python"), Outcome.OUTPUT_LIMIT, "larger than 1048576 bytes"),
+        "full": (("overfill", "python"), Outcome.OUTPUT_LIMIT, "exceeds the limit"),
         "sleep": (("sleep", "python"), Outcome.TIMEOUT, "time"),
         "oom": (("work", "oom"), Outcome.OUT_OF_MEMORY, "OOMKilled"),
         # by what happens to it
@@ -362,7 +369,6 @@ def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, template) -> Non
         "invalid": (("work", "invalid::"), Outcome.LAUNCH_FAULT, "InvalidImageName"),
         "unset": (("work", "python"), Outcome.LAUNCH_FAULT, "secret 'unknown' not found"),
         "evicted": (("work", "evict"), Outcome.NODE_LOST, "low on resource"),
-        "full": (("work", "overfill"), Outcome.OUTPUT_LIMIT, "exceeds the limit"),
         "nowhere": (("work", "python"), Outcome.LAUNCH_FAULT, "Unschedulable"),
     }
     for name, ((task, image), _, _) in asked.items():
