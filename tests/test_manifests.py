@@ -395,6 +395,15 @@ def test_the_run_directory_is_on_the_claim_at_the_same_path_everywhere() -> None
     assert find("PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
+@pytest.mark.parametrize("page", ["cluster", "kubernetes", "swe"])
+def test_a_run_that_a_page_tells_to_start_on_a_cluster_is_kept_on_the_claim(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"ray job submit .*-- python jobs/train_swe.py (examples/.*)", text)
+    assert commands
+    for each in commands:
+        assert re.search(r" run\.dir=/runs/[\w-]+ ", each), each
+
+
 def test_what_ray_and_harnesses_write_is_on_a_volume() -> None:
     for group in groups().values():
         container = ray_container(group)
