@@ -321,7 +321,7 @@ class _Examination:
 
     def _order(self, trial: Trial, edits: Mapping[str, known.Edit] | None = None) -> RoomOrder:
         """The order for one run of the tests. Every one lays out the same files by the same
-        steps; those with hidden tests are written anew whatever they hold."""
+        steps; those with hidden tests are written anew whatever they hold, with a canary below."""
         record, smith = self._record, self._record.format is Format.SWE_SMITH
         diffs = [record.bug_patch if smith else record.test_patch]
         if trial.kind in _OF_REFERENCE:
@@ -340,6 +340,7 @@ class _Examination:
             tests,
             self._suite,
             test_seconds=TEST_S,
+            canary=canary.below("", "tests", record.instance_id),
         )
         if trial.kind is not Kind.REFERENCE:
             return order

@@ -48,11 +48,13 @@ def order_in_image(
     tests: Mapping[str, bytes | None],
     suite: Suite,
     test_seconds: float,
+    canary: str = "",
 ) -> RoomOrder:
     """The order for a trial on the repository that the image has in `suite.repository`, with
-    `diffs` applied, then `changes` (None removes a file), then `tests` (None: as they are)."""
+    `diffs` applied, then `changes` (None removes a file), then `tests` (None: as they are), each
+    with the line `canary` at its end."""
     run = examination.given({}, suite, test_seconds=test_seconds)
-    canary = {run.canary: run.files.pop(f"{TREE}/{run.canary}")}
+    birds = {run.canary: run.files.pop(f"{TREE}/{run.canary}")}
 
     def coded(files: Mapping[str, bytes | None]) -> dict[str, str | None]:
         return {
@@ -63,8 +65,9 @@ def order_in_image(
     told = {
         "repository": suite.repository,
         "diffs": list(diffs),
-        "files": coded({**changes, **canary}),
+        "files": coded({**changes, **birds}),
         "fresh": coded(tests),
+        "canary": canary,
         "alone": [],
         "history": None,
         "then": WITNESS,
