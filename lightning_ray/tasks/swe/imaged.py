@@ -224,8 +224,7 @@ class _Examination:
                 raise RoomFault(
                     f"the {run.trial.kind} state is {is_now} here{said}: this image cannot judge it"
                 )
-        self._memory.save(found)
-        return found
+        return self._memory.save(found)
 
     def _judge(
         self, done: Sequence[_Run]
@@ -241,10 +240,10 @@ class _Examination:
             measured = [run for run in done if run.trial.kind is Kind.MEASURE]
             if not measured and (orders := self._measuring()):
                 return orders
-            self._known = self._known.with_sharp(
+            found = self._known.with_sharp(
                 [(run.trial.mask, run.report) for run in measured], self._suite
             )
-            self._memory.save(self._known)
+            self._known = self._memory.save(found)
         sharp = self._known.sharp or {}
         if not self._hidden & sharp.keys():
             if not self._require_twins:
