@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable, Mapping
 from xml.sax.saxutils import quoteattr
@@ -57,15 +56,22 @@ def pod(record: RepositoryTask, root: str = "/testbed") -> Pod:
 class Case:
     """A verdict in its making."""
 
-    def __init__(self, record: RepositoryTask, run: Pod | None = None) -> None:
-        self.record, self.run = record, run or pod(record)
+    def __init__(
+        self,
+        record: RepositoryTask,
+        run: Pod | None = None,
+        most_bytes: int = remote.MAX_REPORT_BYTES,
+    ) -> None:
+        self.record, self.run, self.most_bytes = record, run or pod(record), most_bytes
         self.suite = imaged.suite(record, "/testbed", [])
         self.runs: list[RoomRun] = []
         self.answer: Judgement | list[RoomOrder] = []
         self.ask()
 
     def ask(self) -> None:
-        self.answer = imaged.advance(self.record, self.suite, REPAIR, self.runs)
+        self.answer = imaged.advance(
+            self.record, self.suite, REPAIR, self.runs, most_bytes=self.most_bytes
+        )
 
     def carry_out(self) -> None:
         assert isinstance(self.answer, list)
@@ -76,9 +82,3 @@ class Case:
             self.carry_out()
             self.ask()
         return self.answer
-
-
-def told(order: RoomOrder) -> dict[str, object]:
-    """What the pod's `layout.py` reads."""
-    read: dict[str, object] = json.loads(base64.b64decode(order.binary["layout.json"]))
-    return read

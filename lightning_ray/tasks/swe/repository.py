@@ -66,12 +66,14 @@ class Options(Shaping):
     """`task.grader_options`, whole. `repository` is where images have it, if nothing else has;
     `pytest` are options there, such as `-p pytest_asyncio`, since no plug-in loads by itself;
     without `judge` an evaluation only makes predictions, which others judge; without
-    `require_twins` a suite is believed there that guards no hidden test by a twin."""
+    `require_twins` a suite is believed there that guards no hidden test by a twin. `report_mib` are
+    of a run's JUnit file, and half of its report; `gateway.max_body_mib` lets through all of it."""
 
     repository: str = Field("/testbed", pattern="^/")
     pytest: list[str] = []
     judge: bool = True
     require_twins: bool = True
+    report_mib: int = Field(remote.MAX_REPORT_BYTES >> 20, ge=1)
 
 
 def prepare(task: Task, folder: Path) -> Json:
@@ -205,7 +207,14 @@ def _rooms_of_image(
     also = protected(record)
     allowed = {p: text for p, text in _changes(result).items() if workspace.acceptable(p, also)}
     suite = imaged.suite(record, options.repository, options.pytest)
-    answer = imaged.advance(record, suite, allowed, runs, require_twins=options.require_twins)
+    answer = imaged.advance(
+        record,
+        suite,
+        allowed,
+        runs,
+        require_twins=options.require_twins,
+        most_bytes=options.report_mib << 20,
+    )
     if isinstance(answer, Judgement):
         return _reward(record, result, answer, episode, options)
     return answer
