@@ -95,7 +95,8 @@ class RoomReport:
     """What came of an order: the exit status (negative: that signal; None: it was still running at
     its time limit, or had to be killed), what it said on the socket, the end of its output, the
     text of those files of `bring` that it left; `overran` if it took more memory or disk than the
-    room has, or ended its keeper, and is dead with all that it said."""
+    room has, or ended its keeper, and is dead with all that it said. `too_large` are files of
+    `bring` that stayed there for their size, and `output`, if its output or answers ended it."""
 
     status: int | None
     said: str
@@ -103,6 +104,7 @@ class RoomReport:
     overran: bool = False
     files: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    too_large: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
