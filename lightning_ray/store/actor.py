@@ -213,7 +213,7 @@ class StoreActor(LineEnd):
         return await self._run(RolloutStore.end_orphans, ended_at, keep)
 
     async def open_attempts(self) -> dict[str, Open]:
-        calls = await self._query(Queries.open_attempts)
+        calls = await self._run(lambda store: store.queries.open_attempts())
         delivered = await self._depots(self._depot.delivered)
         return {name: Open(count, name in delivered) for name, count in calls.items()}
 

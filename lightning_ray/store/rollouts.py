@@ -164,7 +164,7 @@ class RolloutStore:
                 "attempt_id = ? and ended_at is null",
                 (outcome, detail, ended_at, attempt_id),
             )
-            if ended.rowcount and outcome.retryable:  # until another one begins, if any
+            if ended.rowcount and not outcome.caused_by_policy:  # until another one begins
                 sql = "update rollouts set state = 'queued' where finished is null and rollout_id "
                 sql += "= (select rollout_id from attempts where attempt_id = ?)"
                 self._db.execute(sql, (attempt_id,))

@@ -202,7 +202,6 @@ class Launcher:
     async def stop(self) -> str:
         """Deletes all Jobs of the run, as far as the API server lets us, and stops following.
         Returns what a person must know of those that are left; empty if none are."""
-        adopted = sum(not wanted.job for wanted in self._wanted.values())
         for name in list(self._wanted):
             self._wanted.pop(name).end.cancel()
             self._reconciler.release(name)
@@ -215,8 +214,7 @@ class Launcher:
         for task in self._tasks:
             task.cancel()
         self._workers.shutdown(wait=False, cancel_futures=True)
-        # Who has not seen any Job knows of those that it should have taken over.
-        left = self._reconciler.left if "jobs" in self._listed else adopted
+        left = self._reconciler.left
         why = f", since {self.trouble}" if self._away else ""
         delete = f"kubectl -n {self.namespace} delete jobs -l {self._selector}"
         if not left:

@@ -348,7 +348,8 @@ class Reconciler:
         """How many Jobs are there, or may be, that shall not stay, those that are being deleted
         included."""
         there = {n for n, seen in self._seen.items() if seen.job and n not in self._kept}
-        return len(there | self._creating)
+        never_seen = self._going.keys() - self._seen.keys()  # taken over, and nobody told of them
+        return len(there | self._creating | never_seen)
 
     @property
     def present(self) -> list[Json]:
