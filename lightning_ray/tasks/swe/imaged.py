@@ -262,8 +262,10 @@ class _Examination:
         if not self._hidden & sharp.keys():
             if not self._require_twins:
                 return verdict, evidence, nothing
-            why = "no hidden test has a twin (task.grader_options.require_twins=false believes it)"
-            return Verdict.UNSOLVED, (why,), nothing
+            raise RoomFault(
+                "it looks solved, and no hidden test has a twin, so nobody can tell: leave the "
+                "task out, or believe its tests (task.grader_options.require_twins=false)"
+            )
         mixed = [
             (run, after)
             for run, after in itertools.pairwise([*done, None])
@@ -278,7 +280,7 @@ class _Examination:
             if verdict is not Verdict.SOLVED:
                 break
         if verdict is Verdict.SOLVED and self._require_twins and not self._hidden & twins:
-            return Verdict.UNSOLVED, ("no twin of a hidden test failed in a control",), twins
+            raise RoomFault("it looks solved, and no twin of a hidden test failed in a control")
         return verdict, evidence, twins
 
     def _measuring(self) -> list[RoomOrder]:
