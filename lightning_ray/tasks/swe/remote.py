@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_ray.rollouts.grading import RoomOrder, RoomRun
@@ -48,10 +49,15 @@ def order_in_image(
     tests: Mapping[str, bytes | None],
     suite: Suite,
     test_seconds: float,
+    *,
+    seed: int | None = None,
+    alone: Sequence[str] = (),
 ) -> RoomOrder:
     """The order for a trial on the repository that the image has in `suite.repository`, with
-    `diffs` applied, then `changes` (None removes a file), then `tests` (None: as they are)."""
-    run = examination.given({}, suite, test_seconds=test_seconds)
+    `diffs` applied, then `changes` (None removes a file), then `tests` (None: as they are). With a
+    `seed` for hashes and the order of tests; and only if the image has no copy of the files
+    `alone` elsewhere."""
+    run = examination.given({}, suite, shuffle=seed, test_seconds=test_seconds)
     canary = {run.canary: run.files.pop(f"{TREE}/{run.canary}")}
 
     def coded(files: Mapping[str, bytes | None]) -> dict[str, str | None]:
@@ -65,13 +71,14 @@ def order_in_image(
         "diffs": list(diffs),
         "files": coded({**changes, **canary}),
         "fresh": coded(tests),
-        "alone": [],
+        "alone": list(alone),
         "history": None,
         "then": WITNESS,
     }
     program = Path(layout.__file__)
     files = {layout.ORDER: json.dumps(told).encode(), program.name: program.read_bytes()}
-    return _order(trial, run, suite, program.name, run.files | files)
+    order = _order(trial, run, suite, program.name, run.files | files)
+    return replace(order, env=examination.environment(seed or 0))
 
 
 def _order(
