@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from lightning_ray.rollouts.pods.manifest import Frame, Room
 from lightning_ray.rollouts.pods.outcomes import End
 from lightning_ray.rollouts.pods.template import JobTemplate, Names
 from lightning_ray.tasks.swe import evidence, imaged, layout
-from lightning_ray.tasks.swe.preparation import cluster, reference
+from lightning_ray.tasks.swe.preparation import cluster, command, reference
 from lightning_ray.tasks.swe.preparation.reference import SuiteRun
 from lightning_ray.tasks.swe.record import RepositoryTask
 
@@ -161,7 +162,7 @@ def test_a_report_is_read_as_a_grader_reads_it() -> None:
     assert told(order, errors=1) == SuiteRun({add: False, zero: False}, 2.0)
     assert "ended early, with status 1" in told(order).problem
     assert "exit status 0" in told(order, 0, test_add="passed").problem
-    assert told(order, None, seconds=20.0).problem == "still running after 20 s"
+    assert told(order, None, seconds=20.0).problem.startswith("ended after 20 s by its limit")
     assert told(order, None, seconds=301.0) == SuiteRun({add: False, zero: False}, 301.0)
 
 
@@ -203,6 +204,7 @@ STRANGER = "pull access denied, repository does not exist or may require authori
         (BACK_OFF.format(STRANGER), False, False),
         (BACK_OFF.format(STRANGER), True, True),
         (BACK_OFF.format("429 Too Many Requests - toomanyrequests: rate limit"), True, False),
+        (BACK_OFF.format("failed to fetch manifest: 503 Service Unavailable"), True, False),
         (BACK_OFF.format("dial tcp: lookup registry.example: no such host"), True, False),
         ('ImagePullBackOff: Back-off pulling image "x" (for 120 s)', True, False),
         ('CreateContainerConfigError: secret "x" not found (for 120 s)', True, False),
@@ -229,3 +231,18 @@ def test_settings_are_those_of_the_probe_or_the_few_that_a_reference_run_has(tmp
     ):
         with pytest.raises(ConfigError, match=said):
             cluster.settings(path, [override])
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("kubernetes.kubeconfig=/none", "kubernetes: no cluster"),
+        ("task.grader_options.pytests=x", "task.grader_options: .*pytests"),
+    ],
+)
+def test_what_a_user_can_put_right_is_said(tmp_path, capsys, setting, said) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(ROWS["swe-smith"]))
+    arguments = [str(rows), "--out", str(tmp_path / "out"), "runner=kubernetes", setting]
+    assert command.main(Path, arguments) == 2
+    assert re.search(said, capsys.readouterr().err, re.DOTALL)

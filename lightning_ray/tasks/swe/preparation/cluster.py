@@ -49,7 +49,9 @@ _AGAIN_S = 5.0  # before another try, then twice as long: a node that evicts is 
 _NEWS_S = 5.0  # between two looks at what Jobs wait for
 _READS = 3  # of a log, a second apart: a node may be busy
 # What a registry says of an image that there is not; and what it says also to strangers.
-_NO_IMAGE = re.compile(r"InvalidImageName|ErrImagePull: .*(not ?found|manifest|no match)", re.I)
+_NO_IMAGE = re.compile(
+    r"InvalidImageName|ErrImagePull: .*(not ?found|manifest unknown|no match)", re.I
+)
 _NO_ENTRY = re.compile(r"ErrImagePull: .*(does not exist|denied|unauthorized)", re.I)
 _NO_PYTHON = re.compile(
     r"(StartError|ContainerCannotRun): .*(not found|no such file|exec format)|before it had its",
@@ -113,7 +115,7 @@ def outcome(suite: Suite, run: RoomRun, slowest_s: float) -> SuiteRun:
     if run.report.overran:
         problem = f"it took more memory or disk than its pod has, or ended it ({run.report.tail})"
     elif report.exit_status is None and report.seconds <= slowest_s:
-        problem = f"still running after {report.seconds:.0f} s"
+        problem = f"ended after {report.seconds:.0f} s by its limit of time or of output"
     elif not (report.outcomes or report.errors or report.exit_status is None):
         problem = problem or f"the tests ended early, with status {report.exit_status}"
     passed = {test: report.passed(test) for test in suite.expected}
@@ -139,7 +141,10 @@ class Cluster:
     def __init__(
         self, config: RunConfig, folder: Path, slowest_s: float, say: Callable[[str], None]
     ) -> None:
-        self._asked = repository.Options.model_validate(config.task.grader_options)
+        try:
+            self._asked = repository.Options.model_validate(config.task.grader_options)
+        except ValueError as error:
+            raise ConfigError(f"task.grader_options: {error}") from error
         self._config, self._slowest_s, self._say = config, slowest_s, say
         template = Path(str(config.kubernetes.template)).expanduser()
         self.settings = json.dumps(
