@@ -40,7 +40,7 @@ from lightning_ray.tasks.swe.preparation.local import Local
 from lightning_ray.tasks.swe.preparation.reference import SuiteRun
 from lightning_ray.tasks.swe.record import Format, RecordError, RepositoryTask
 
-TEMPLATE = Path(__file__).with_name("cluster.yaml")
+TEMPLATE = Path(__file__).with_name("cluster_job.yaml")
 # Which of a run's settings a reference run has, too.
 SETTINGS = ("kubernetes.", "task.grader_options.", "rollout.retries")
 _ID = "jobs.id"  # in the folder of the data: names its Jobs

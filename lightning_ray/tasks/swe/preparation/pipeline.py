@@ -302,15 +302,13 @@ class _Checks:
         if not self.wanted:
             yield from ((record, "", "") for record in found)
             return
-        stop = self._elsewhere.stop if self._elsewhere else None
+        stop = self._elsewhere.stop if self._elsewhere else lambda: None
         for record, verdict in _ordered(self._check, found, self._options.workers, stop):
             yield record, verdict.name if verdict else "", verdict.reason if verdict else ""
 
     def _check(self, record: RepositoryTask) -> Verdict | None:
         asked = [record.model_dump_json(), self._options.reference_runs, self._options.slowest_s]
-        asked.append(self._options.runner)
-        if self._elsewhere:
-            asked.append(self._elsewhere.settings)
+        asked += [self._options.runner, *([self._elsewhere.settings] if self._elsewhere else [])]
         key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
         if key not in self._known:
             assert self._runner is not None
@@ -326,14 +324,11 @@ class _Checks:
 
 
 def _ordered(
-    work: Callable[[T], R],
-    items: Iterable[T],
-    workers: int,
-    stop: Callable[[], None] | None = None,
+    work: Callable[[T], R], items: Iterable[T], workers: int, stop: Callable[[], None]
 ) -> Iterator[tuple[T, R]]:
     """Each item with the result of `work`, in order, computed by threads a little ahead: the items
     are many and large, so they are not all taken at once. After an error nothing is begun any
-    more, and what runs is stopped, where there is a way, and waited for."""
+    more, and what runs gets a `stop` and is waited for."""
     pool = ThreadPoolExecutor(workers)
     try:
         waiting: deque[tuple[T, Future[R]]] = deque()
@@ -347,8 +342,7 @@ def _ordered(
             yield first, result.result()
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
-        if stop:
-            stop()
+        stop()
         raise
     finally:
         pool.shutdown()
