@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -54,7 +54,7 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True)
 class _Wanted:
     job: Json
-    key: str
+    secret: Mapping[str, str]
     template: JobTemplate
     end: asyncio.Future[End]
 
@@ -136,11 +136,11 @@ class Launcher:
             TemplateFault: the template cannot be filled for this task.
         """
         job = self._build(task, room, names)
-        return await self._until_end(room.name, job, room.key, urgent=room.role == GRADER)
+        return await self._until_end(room.name, job, room.secret, urgent=room.role == GRADER)
 
     async def adopt(self, room: str) -> End:
         """Waits for the end of a Job that an earlier life of this run made."""
-        return await self._until_end(room, {}, "", there=True)
+        return await self._until_end(room, {}, {}, there=True)
 
     def cancel(self, room: str) -> None:
         """Ends the Job of this room, if it runs: whoever waits for it is told."""
@@ -220,13 +220,19 @@ class Launcher:
         return manifest.job_name(self._frame.run_id, room)
 
     async def _until_end(
-        self, room: str, job: Json, key: str, *, there: bool = False, urgent: bool = False
+        self,
+        room: str,
+        job: Json,
+        secret: Mapping[str, str],
+        *,
+        there: bool = False,
+        urgent: bool = False,
     ) -> End:
         name = self._name(room)
         if name in self._cancelled:
             return End(Outcome.CANCELLED, "cancelled")
         end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._wanted[name] = _Wanted(job, key, self._template, end)
+        self._wanted[name] = _Wanted(job, secret, self._template, end)
         self._reconciler.want(name, time.monotonic(), there=there, urgent=urgent)
         self._news.set()
         return await end
@@ -283,7 +289,7 @@ class Launcher:
                 raise error from None  # the conflict was another one, a quota's say
             if (job["metadata"].get("labels") or {}).get(manifest.RUN_LABEL) != self._frame.run_id:
                 raise
-        self._api.create_secret(manifest.secret(wanted.job, job["metadata"]["uid"], wanted.key))
+        self._api.create_secret(manifest.secret(wanted.job, job["metadata"]["uid"], wanted.secret))
         return job
 
     async def _delete(self, name: str, uid: str) -> None:

@@ -53,13 +53,18 @@ def check(config: RunConfig, *sets: Sequence[Task]) -> list[str]:
             if number == 0:
                 probe.check_rights()
             notes |= dict.fromkeys(attempts.check(config, task))
-            job = _sample(config, task)
-            if weak := freedoms.weaknesses(job):
-                notes[f"the template gives pods more than they need: {'; '.join(weak)}"] = None
-            notes |= dict.fromkeys(probe.warnings(job))
+            notes |= dict.fromkeys(of_template(config, task, probe))
     except OUTAGE as error:
         raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
     return list(notes)
+
+
+def of_template(config: RunConfig, task: Task, probe: Probe) -> list[str]:
+    """What a person should know of the Job of an attempt at `task`."""
+    job = _sample(config, task)
+    weak = "; ".join(freedoms.weaknesses(job))
+    said = [f"the template gives pods more than they need: {weak}"] if weak else []
+    return said + probe.warnings(job)
 
 
 def firsts(config: RunConfig, *sets: Sequence[Task]) -> Iterator[Task]:

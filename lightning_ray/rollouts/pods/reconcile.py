@@ -68,6 +68,7 @@ class _Wish:
     phase: Phase
     since: float  # when the phase began, or what it waits for changed
     waits: str = ""
+    unpulled: str = ""  # why its image could not be pulled, as the node said first
     patience_s: float | None = None
     urgent: bool = False
     holds: bool = False  # counts as open: its Job is there, or may be
@@ -252,9 +253,13 @@ class Reconciler:
         if how.patience_s != wish.patience_s:
             wish.patience_s, wish.since = how.patience_s, now
         wish.waits = how.waits
+        if how.waits.startswith("ErrImagePull: "):
+            wish.unpulled = how.waits
+        elif how.waits.startswith("ImagePullBackOff") and wish.unpulled:
+            wish.waits += f" ({wish.unpulled})"  # a node that waits need not say what for
         end = how.end
         if end is None and how.patience_s is not None and now > wish.since + how.patience_s:
-            end = End(how.then, f"{how.waits} (for {how.patience_s:g} s)")
+            end = End(how.then, f"{wish.waits} (for {how.patience_s:g} s)")
         if end is None:
             return []
         self._leave(name, wish)

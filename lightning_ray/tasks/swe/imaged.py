@@ -95,6 +95,14 @@ def hidden_files(record: RepositoryTask) -> list[str]:
     return _files(record.fail_to_pass)
 
 
+def diffs(record: RepositoryTask, *, mended: bool) -> list[str]:
+    """What makes the state that an image has the reference solution, or the bug alone, both with
+    the hidden tests."""
+    if record.format is Format.SWE_SMITH:
+        return [] if mended else [record.bug_patch]
+    return [*([record.gold_patch] if mended else []), *filter(None, [record.test_patch])]
+
+
 def suite(record: RepositoryTask, repository: str, options: list[str]) -> Suite:
     """The row's own tests, in the image's `repository`, with further `options` of pytest."""
     timeout_s = record.timeout_s if "timeout_s" in record.model_fields_set else TIMEOUT_S
@@ -337,10 +345,7 @@ class _Examination:
     def _order(self, trial: Trial, edits: Mapping[str, known.Edit] | None = None) -> RoomOrder:
         """The order for one run of the tests. Every one lays out the same files by the same
         steps; those with hidden tests are written anew whatever they hold, with a canary below."""
-        record, smith = self._record, self._record.format is Format.SWE_SMITH
-        diffs = [record.bug_patch if smith else record.test_patch]
-        if trial.kind in _OF_REFERENCE:
-            diffs = [] if smith else [record.gold_patch, record.test_patch]
+        record = self._record
         ours = self._changes if trial.kind in _OF_CHANGE else {}
         tests: dict[str, bytes | None] = dict.fromkeys(hidden_files(record))
         if edits:
@@ -350,7 +355,7 @@ class _Examination:
             tests |= with_twins(texts, chosen, frozenset(edits), self._rng)
         order = remote.order_in_image(
             trial,
-            list(filter(None, diffs)),
+            diffs(record, mended=trial.kind in _OF_REFERENCE),
             {path: None if text is None else text.encode() for path, text in ours.items()},
             tests,
             self._suite,
