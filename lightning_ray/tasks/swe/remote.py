@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning_ray.rollouts.grading import RoomOrder, RoomRun
 from lightning_ray.tasks.swe import evidence, examination, layout
-from lightning_ray.tasks.swe.evidence import Report, Suite
+from lightning_ray.tasks.swe.evidence import MOST_BYTES, Report, Suite
 from lightning_ray.tasks.swe.examination import (
     JUNIT,
     TREE,
@@ -29,9 +29,6 @@ from lightning_ray.tasks.swe.examination import (
     Trial,
 )
 
-# Of a report and of a JUnit file: tens of thousands of test ids. What comes back is up to four
-# times that, which `gateway.max_body_mib` must let through.
-MAX_REPORT_BYTES = 4 << 20
 _KILLED = -9  # the status of a run that took more memory or disk than its pod has
 
 
@@ -84,7 +81,7 @@ def _order(
         env=examination.environment(),
         say=run.say.decode(),
         timeout_s=suite.timeout_s,
-        most_bytes=MAX_REPORT_BYTES,
+        most_bytes=MOST_BYTES,  # four times that can come back: `gateway.max_body_mib` is more
         bring=[JUNIT],
         note={
             "kind": trial.kind.value,
@@ -112,7 +109,7 @@ def read(run: RoomRun) -> tuple[Trial, Report]:
     note, report, trial = run.order.note, run.report, trial_of(run)
     if report.overran:
         return trial, Report(_KILLED, seconds=report.seconds)
-    ready, told = examination.lines(report.said.encode())
+    ready, told = examination.lines(report.said.encode(errors="replace"))
     if ready == layout.IMPOSSIBLE.strip():
         return trial, Report(report.status, seconds=report.seconds)
     if ready != b"ready":
@@ -125,7 +122,7 @@ def read(run: RoomRun) -> tuple[Trial, Report]:
         told,
         report.status,
         note["nonce"],
-        None if junit is None else junit.encode(),
+        None if junit is None else junit.encode(errors="replace"),
         note["canary"],
         report.seconds,
     )
