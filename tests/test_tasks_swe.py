@@ -564,15 +564,15 @@ def test_code_under_test_reaches_nothing_but_its_folder(monkeypatch, tmp_path):
                     assert run_hidden_tests(TASK, source).verdict is Verdict.FAILED, name
 
 
-def test_who_saw_a_hidden_test_has_no_reward():
+def test_who_reads_a_hidden_test_reads_a_canary():
     plain = replace(TASK, fields={k: v for k, v in TASK.fields.items() if k != "twins"})
     order = grading.plan(plain, {})
     assert order is not None
     [told] = json.loads(order.say)["tests"].values()
     [path] = TASK.fields["hidden_tests"]
-    for leaked in (told, order.files[path]):  # what the process hears, and what is on its disk
-        with pytest.raises(GradingError, match="call 1 of attempt a holds a canary"):
-            reward(fix(TASK), "well", f"I read this: {leaked}")
+    # What the process hears, and what is on its disk.
+    assert canary.first_seen(["well", told])[0] == 1
+    assert canary.seen(order.files[path])
     assert run_hidden_tests(plain, fix(plain)).verdict is Verdict.PASSED
 
 

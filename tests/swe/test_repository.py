@@ -294,12 +294,6 @@ def test_files_with_hidden_tests_and_stored_patches_hold_a_canary_that_changes_n
         assert kept.bug_patch == record.bug_patch and not canary.seen(kept.gold_patch)
 
 
-def test_a_reply_with_a_canary_has_no_reward():
-    episode = replace(EPISODE, texts=("fine", f"I found {canary.mint('git')}"))
-    with pytest.raises(GradingError, match="the reply of call 1 of attempt r-a0 holds a canary"):
-        family.grade(task_of(SMALL[0]), {"files": {}}, episode)
-
-
 def test_rewards_are_shaped_for_solved_training_rollouts_only():
     record = SMALL[0]
     shaping = family.Shaping(

@@ -101,7 +101,7 @@ def grade(task: Task, result: dict[str, Any] | None, episode: Episode) -> Reward
     tests pass.
 
     Raises:
-        GradingError: the grader failed (no space, no process, ...), or a canary was seen.
+        GradingError: the grader failed (no space, no process, ...).
     """
     files = (result or {}).get("files", {})
     return _reward(task, result or {}, episode, run_hidden_tests(task, files))
@@ -135,7 +135,7 @@ def judge(
     """The reward, given what the room said.
 
     Raises:
-        GradingError: the tests did not start, or a canary was seen.
+        GradingError: the tests did not start.
     """
     if order is None or report is None or report.overran:
         return _reward(task, result or {}, episode, TestRun(Verdict.FAILED))
@@ -152,11 +152,6 @@ def judge(
 
 
 def _reward(task: Task, result: dict[str, Any], episode: Episode, run: TestRun) -> Reward:
-    if seen := canary.first_seen(episode.texts):
-        raise GradingError(
-            f"task {task.task_id}: the reply of call {seen[0]} of attempt {episode.attempt_id} "
-            f"holds a canary ({seen[1]}): the agent saw what it must not, and its rollout is void"
-        )
     files: dict[str, str | None] = result.get("files", {})
     content = files.get(task.fields.get("expected_file", ""))
     word = task.fields.get("expected_word")

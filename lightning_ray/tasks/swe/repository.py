@@ -153,7 +153,7 @@ def grade(task: Task, result: Mapping[str, Any] | None, episode: Episode) -> Rew
     """The reward of what `collect` found.
 
     Raises:
-        GradingError: there is no verdict, or a canary was seen.
+        GradingError: there is no verdict.
     """
     record, options = _asked(task, episode)
     counted = _counted(options, episode)
@@ -273,11 +273,6 @@ def _asked(task: Task, episode: Episode) -> tuple[RepositoryTask, Options]:
         raise GradingError(
             f"task {task.task_id}: task.grader_options.{min(unused)} is for repositories that only "
             "their image has"
-        )
-    if seen := canary.first_seen(episode.texts):
-        raise GradingError(
-            f"task {task.task_id}: the reply of call {seen[0]} of attempt {episode.attempt_id} "
-            f"holds a canary ({seen[1]}): the agent saw what it must not, and its rollout is void"
         )
     return record, options
 
