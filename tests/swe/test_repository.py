@@ -262,7 +262,7 @@ def test_a_repair_that_breaks_something_else_is_unsolved():
     broken = text + "\n\ndef findall(*a, **k):\n    return []\n"
     judgement = family.judge(record, {path: broken}, counted=True)
     assert judgement.verdict is Verdict.UNSOLVED
-    assert judgement.fail_to_pass == len(record.fail_to_pass)
+    assert judgement.right == judgement.fail_to_pass == len(record.fail_to_pass)
 
 
 def test_a_room_that_cannot_be_had_is_a_fault_and_no_verdict(monkeypatch):
@@ -304,8 +304,8 @@ def test_rewards_are_shaped_for_solved_training_rollouts_only():
         partial_credit=0.5,
     )
     solved = Judgement(Verdict.SOLVED)
-    half = Judgement(Verdict.UNSOLVED, fail_to_pass=len(record.fail_to_pass))
-    tampered = Judgement(Verdict.TAMPERED, fail_to_pass=len(record.fail_to_pass))
+    half = Judgement(Verdict.UNSOLVED, right=len(record.fail_to_pass))
+    tampered = Judgement(Verdict.TAMPERED, right=len(record.fail_to_pass))
     train = replace(EPISODE, prompt_tokens=3000)
     validation = replace(train, split=Split.VALIDATION)
 
@@ -320,18 +320,44 @@ def test_rewards_are_shaped_for_solved_training_rollouts_only():
     assert [value(j, validation) for j in (solved, half, tampered)] == [1.0, 0.0, 0.0]
 
 
-def test_who_only_seems_to_have_solved_it_has_no_partial_credit():
-    """Whatever the order of the runs: all was said to pass as it is, and something then was not."""
+def test_passing_hidden_tests_is_worth_nothing_where_no_twin_shows_that_it_is_honest():
     record, shaping = SMALL[0], family.Shaping(partial_credit=0.5)
-    passing = len(offline.suite(record, "python3").pass_to_pass)
-    forged = Judgement(Verdict.UNSOLVED, (), len(record.fail_to_pass), passing, runs=3)
-    broken = replace(forged, pass_to_pass=passing - 1)
-    assert family.shaped(forged, record, EPISODE, shaping) == 0.0
-    assert family.shaped(broken, record, EPISODE, shaping) == 0.5
-    in_image = record.model_copy(update={"package": ""})
-    assert family.shaped(broken, in_image, EPISODE, shaping) == 0.5
-    seemed = replace(broken, looked_solved=True)
-    assert family.shaped(seemed, in_image, EPISODE, shaping) == 0.0
+    said = Judgement(Verdict.UNSOLVED, fail_to_pass=len(record.fail_to_pass), looked_solved=True)
+    assert family.shaped(said, record, EPISODE, shaping) == 0.0
+    task = record.model_copy(update={"package": ""}).to_task()
+    with pytest.raises(GradingError, match="partial_credit is for packages"):
+        family.rooms(task, {}, replace(EPISODE, options={"partial_credit": 0.5}), [])
+
+
+FORGER = """
+
+from _pytest import runner as _runner
+_honest = _runner.TestReport.from_item_and_call.__func__
+def _forged(cls, item, call):
+    report = _honest(cls, item, call)
+    if item.originalname in NAMES:
+        report.outcome, report.longrepr = "passed", None
+    return report
+_runner.TestReport.from_item_and_call = classmethod(_forged)
+def findall(*a, **k):
+    return []
+"""
+
+
+@pytest.mark.slow
+def test_who_forges_the_hidden_test_and_lets_another_one_fail_has_no_partial_credit():
+    record, (path, text) = SMALL[0], next(iter(repair(SMALL[0]).items()))
+    names = {twins.function_of(test).rpartition("::")[2] for test in record.fail_to_pass}
+    forger = FORGER.replace("NAMES", repr(names))
+    broken = offline.graded_tree(record)[path].decode()
+    options = {"partial_credit": 0.5}
+    episode = replace(EPISODE, options=options)
+    mended = text + "\n\ndef findall(*a, **k):\n    return []\n"
+    values = [
+        family.grade(task_of(record), {"files": {path: changed}}, episode).value
+        for changed in (broken + forger, mended)
+    ]
+    assert values == [0.0, 0.5]
 
 
 def test_a_room_in_which_the_bug_passes_is_a_fault_and_no_verdict():

@@ -100,12 +100,14 @@ class Report:
 class Judgement:
     """A verdict, why, how many of the expected tests passed (of those that were seen as they are,
     if the suite never ran as it is), and, where they were made for this verdict, how many hidden
-    tests had twins."""
+    tests had twins. `right` of the hidden tests did all that a solved one does, passed and failed
+    as twins, although the verdict is another one; only counted where that is asked for."""
 
     verdict: Verdict
     evidence: tuple[str, ...] = ()
     fail_to_pass: int = 0
     pass_to_pass: int = 0
+    right: int = 0
     runs: int = 1
     seconds: float = 0.0
     twins: int | None = None
@@ -123,14 +125,7 @@ def weigh(
         return Verdict.UNSOLVED, (f"still running after {suite.timeout_s:g} s",)
     if not report.outcomes:
         return Verdict.UNSOLVED, (f"the tests ended early, with status {report.exit_status}",)
-    alive = {
-        name
-        for name in mask
-        if not any(
-            outcome == "failed" and suite.function(test_id) == name
-            for test_id, outcome in report.outcomes.items()
-        )
-    }
+    alive = mask - failing(report, suite)
     spared = mask | (suite.touchy if mask else frozenset())
     wanted = [test for test in suite.expected if suite.function(test) not in spared]
     missed = sorted(test for test in wanted if not report.passed(test))
@@ -142,6 +137,12 @@ def weigh(
     if missed:
         return Verdict.UNSOLVED, (f"{len(missed)} tests did not pass: {shown(missed[0])}",)
     return Verdict.SOLVED, ()
+
+
+def failing(report: Report, suite: Suite) -> frozenset[str]:
+    """The functions with a test that failed."""
+    outcomes = report.outcomes.items()
+    return frozenset(suite.function(test) for test, outcome in outcomes if outcome == "failed")
 
 
 def read(
