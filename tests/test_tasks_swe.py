@@ -323,6 +323,18 @@ def test_the_reward_rises_with_each_part_of_the_work():
     assert not reward({file: f"old\n{word}\n"}, command).solved
 
 
+def test_neither_a_forgery_nor_validation_is_paid_for_parts_of_the_work():
+    file, word = TASK.fields["expected_file"], TASK.fields["expected_word"]
+    forged = {INIT: PROLOGUE + ATTACKS["exit at import"], file: f"{word}\n"}
+    found = reward(forged, "```bash\nls\n```")
+    assert (found.value, found.metrics["forged"], found.metrics["contains_word"]) == (0.0, 1.0, 1.0)
+    said = replace(episode("```bash\nls\n```"), split=Split.VALIDATION)
+    values = [
+        grading.grade(TASK, {"files": {file: text}}, said).value for text in (word, f"old {word}")
+    ]
+    assert values == [1.0, 0.0]
+
+
 def test_an_answer_built_into_the_code_does_not_solve():
     word = TASK.fields["expected_word"]
     source = TASK.fields["files"][INIT]

@@ -38,7 +38,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lightning_ray import canary
-from lightning_ray.records import Json, Reward, Task
+from lightning_ray.records import Json, Reward, Split, Task
 from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
 from lightning_ray.tasks.swe import twins
@@ -98,7 +98,7 @@ def grade(task: Task, result: dict[str, Any] | None, episode: Episode) -> Reward
 
     `value` is shaped so that a group of beginners differs: 0.1 for a command in a code block, 0.4
     if the expected file was written, 0.6 if it contains the expected word, 1.0 only if all hidden
-    tests pass.
+    tests pass. Who forged has 0, and in validation only 1.0 counts.
 
     Raises:
         GradingError: the grader failed (no space, no process, ...).
@@ -159,7 +159,9 @@ def _reward(task: Task, result: dict[str, Any], episode: Episode, run: TestRun) 
     contains = content is not None and word is not None and word in content
     expected = len(_expected(task))
     solved = run.verdict is Verdict.PASSED
-    parts = [(1.0, solved), (0.6, contains), (0.4, content is not None), (0.1, command)]
+    parts = [(1.0, solved)]
+    if episode.split is Split.TRAIN and run.verdict is not Verdict.FORGED:
+        parts += [(0.6, contains), (0.4, content is not None), (0.1, command)]
     return Reward(
         value=next((value for value, reached in parts if reached), 0.0),
         solved=solved,
