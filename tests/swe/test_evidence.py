@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_ray.rollouts.grading import RoomReport, RoomRun
 from lightning_ray.tasks.swe import evidence, examination, grading, remote
-from lightning_ray.tasks.swe.evidence import MOST_BYTES, Report, Suite, Verdict
+from lightning_ray.tasks.swe.evidence import Report, Suite, Verdict
 from lightning_ray.tasks.swe.examination import Kind, Trial
 
 A, B = "t.py::test_a", "t.py::test_b"
@@ -107,16 +107,10 @@ def test_reading_never_raises_for_embedded_tasks(told):
     assert run.verdict is not grading.Verdict.PASSED
 
 
-def test_a_report_or_a_junit_file_that_is_too_large_is_not_looked_at():
-    large = read(json.dumps(TOLD).encode() + b" " * MOST_BYTES)
-    assert evidence.weigh(large, SUITE) == (Verdict.TAMPERED, ("the report cannot be read",))
-    large = read(json.dumps(TOLD).encode(), JUNIT.encode() + b" " * MOST_BYTES)
-    assert evidence.weigh(large, SUITE)[1] == ("the JUnit file has more than 4 MiB",)
-
-
 READS = """
 import resource
-from lightning_ray.tasks.swe.evidence import MOST_BYTES as most, read
+from lightning_ray.tasks.swe.cleanroom import MAX_JUNIT_BYTES as most
+from lightning_ray.tasks.swe.evidence import read
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 fine = b'{"nonce":"n","collected":[],"names":{},"outcomes":{},"errors":[]}'
 ids = b",".join(b'"%x":0' % number for number in range(most // 10))

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ray.tasks.swe import examination
-from lightning_ray.tasks.swe.evidence import MOST_BYTES, Judgement, Report, Suite, read
+from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, read
 from lightning_ray.tasks.swe.examination import (
     ARGUMENTS,
     JUNIT,
@@ -41,6 +41,9 @@ from lightning_ray.tasks.swe.examination import (
 
 __all__ = ["Protection", "RoomFault", "examine", "run", "stage", "with_twins"]
 
+# Of a report and of a JUnit file: tens of thousands of test ids. Read, they take up to a hundred
+# times that, and who makes a grader take more than it may has a fault instead of a verdict.
+MAX_REPORT_BYTES = MAX_JUNIT_BYTES = 4 << 20
 _WATCH_S = 0.1
 
 
@@ -164,7 +167,7 @@ def _run(suite: Suite, what: Given, room: Path, protection: Protection, hash_see
             )  # fmt: skip
         try:
             with _watched(process, protection.passed):
-                ready, told = converse(ours, what.say, deadline, MOST_BYTES)
+                ready, told = converse(ours, what.say, deadline, MAX_REPORT_BYTES)
                 status = wait(process, deadline)
         finally:
             kill(process)
@@ -198,11 +201,12 @@ def _watched(process: subprocess.Popen[bytes], passed: Callable[[int], bool]) ->
 
 
 def _left(path: Path) -> bytes | None:
-    """What a dead process left in a file, one byte more than may be at most; None: a link, ..."""
+    """A file that a dead process left, unless it is a link, a pipe, or huge."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
-            return file.read(MOST_BYTES + 1)
+            content = file.read(MAX_JUNIT_BYTES + 1)
+        return content if len(content) <= MAX_JUNIT_BYTES else None
     return None
 
 

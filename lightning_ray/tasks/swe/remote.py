@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning_ray.rollouts.grading import RoomOrder, RoomRun
 from lightning_ray.tasks.swe import evidence, examination, layout
-from lightning_ray.tasks.swe.evidence import MOST_BYTES, Report, Suite
+from lightning_ray.tasks.swe.evidence import Report, Suite
 from lightning_ray.tasks.swe.examination import (
     JUNIT,
     TREE,
@@ -29,6 +29,9 @@ from lightning_ray.tasks.swe.examination import (
     Trial,
 )
 
+# Of a report and of a JUnit file: tens of thousands of test ids. What comes back is up to four
+# times that, which `gateway.max_body_mib` must let through.
+MAX_REPORT_BYTES = 4 << 20
 _KILLED = -9  # the status of a run that took more memory or disk than its pod has
 
 
@@ -81,7 +84,7 @@ def _order(
         env=examination.environment(),
         say=run.say.decode(),
         timeout_s=suite.timeout_s,
-        most_bytes=MOST_BYTES,  # four times that can come back: `gateway.max_body_mib` is more
+        most_bytes=MAX_REPORT_BYTES,
         bring=[JUNIT],
         note={
             "kind": trial.kind.value,
