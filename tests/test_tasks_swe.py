@@ -21,6 +21,7 @@ from lightning_ray.records import Outcome, Reward, Split, Task
 from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode, RoomReport
 from lightning_ray.tasks.swe import embedded, grading
+from lightning_ray.tasks.swe import workspace as swe_workspace
 from lightning_ray.tasks.swe.grading import GradingError, Verdict, run_hidden_tests, weigh
 from lightning_ray.tasks.swe.workspace import (
     MAX_FILE_BYTES,
@@ -219,6 +220,25 @@ def test_modes_and_refusals_crowd_no_repair_out(tmp_path):
     assert {entry["reason"] for entry in listed} == {"decides how tests run"}  # modes come last
     assert len(listed) == MAX_REFUSED
     assert last["reason"].startswith(f"{4 * MAX_REFUSED} more")
+
+
+def test_leftovers_that_come_first_crowd_no_repair_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(swe_workspace, "MAX_ENTRIES", 30)
+    files = {"pkg/a.py": "x\n", "pkg/b.py": "x\n", "z.py": "x\n", "sub/link.py": "x\n"}
+    task = replace(TASK, fields={"files": files})
+    prepare(task, tmp_path)
+    for folder in (".venv", ".tox", "pkg"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for number in range(100):
+            (tmp_path / folder / f"_{number:03d}.so").write_bytes(b"\xff")
+    (tmp_path / "pkg" / "a.py").write_text("mended\n")
+    (tmp_path / "z.py").unlink()
+    (tmp_path / "sub").rename(tmp_path / "other")
+    (tmp_path / "sub").symlink_to(tmp_path / "other")
+    found = collect(task, tmp_path)
+    assert found["files"] == {"pkg/a.py": "mended\n", "z.py": None, "sub/link.py": None}
+    [told] = [entry["reason"] for entry in found["refused"] if entry["path"] == "."]
+    assert told.startswith("not read after 30 new entries")
 
 
 def test_a_deleted_test_is_listed_and_not_a_change(tmp_path):
