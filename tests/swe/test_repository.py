@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from lightning_ray.tasks.swe import (
     examination,
     making,
     offline,
+    patches,
     runtime,
     sources,
     traces,
@@ -205,6 +207,23 @@ def test_a_task_without_local_sources_says_what_it_needs(tmp_path):
     row = SMALL[0].to_smith() | {"package": "django", "image_name": "images/django"}
     with pytest.raises(ValueError, match="needs its container image .images/django"):
         family.prepare(RepositoryTask.from_row(row).to_task(), tmp_path)
+
+
+DIFF = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-a\n+b\n"
+
+
+def test_a_patch_is_applied_where_temporary_files_lie_in_a_repository_too(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    tree = {"x.py": b"a\n", "y.py": b"c\n"}
+    assert trees.apply(tree, DIFF) == {"x.py": b"b\n", "y.py": b"c\n"}
+
+
+def test_a_patch_that_changes_no_text_is_no_patch():
+    mode = "diff --git a/x.py b/x.py\nold mode 100644\nnew mode 100755\n"
+    with pytest.raises(patches.PatchError, match="changes nothing"):
+        trees.apply({"x.py": b"a\n"}, mode)
 
 
 def test_tests_are_cut_out_and_the_rest_of_the_file_stays():
