@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -207,6 +207,17 @@ def test_a_task_without_local_sources_says_what_it_needs(tmp_path):
     row = SMALL[0].to_smith() | {"package": "django", "image_name": "images/django"}
     with pytest.raises(ValueError, match="needs its container image .images/django"):
         family.prepare(RepositoryTask.from_row(row).to_task(), tmp_path)
+
+
+def test_a_package_can_be_judged_from_a_row_of_either_form():
+    record = SMALL[0]
+    own = {"package": record.package, "sdist_sha256": record.sdist_sha256}
+    row = record.to_bench() | own | {"python": record.python}
+    told = RepositoryTask.from_row(row).to_task()
+    assert told.fields["format"] == "swe-bench"
+    stored = RepositoryTask.from_task(Task(**json.loads(json.dumps(asdict(told)))))
+    assert family.graded_tree(stored) == family.graded_tree(record)
+    assert offline.suite(stored, "python3").twins == offline.suite(record, "python3").twins
 
 
 DIFF = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-a\n+b\n"
