@@ -253,15 +253,16 @@ def test_tests_are_cut_out_and_the_rest_of_the_file_stays():
 
 
 def honest() -> list[object]:
-    """A fixed sample: one task of each package. All of them have the same repaired tree and the
-    same suite, so that one stands for the others; LIGHTNING_RAY_SWE_ALL takes every task."""
-    if os.environ.get("LIGHTNING_RAY_SWE_ALL"):
-        return [pytest.param(record, id=record.instance_id) for record in EVERY]
+    """A fixed sample, one task of each package, and on demand every other: all of a package have
+    the same repaired tree and the same suite, so that one stands for them."""
     chosen = [next(r for r in EVERY if r.package == p) for p in sorted({r.package for r in EVERY})]
-    return [
-        pytest.param(r, id=r.instance_id, marks=[pytest.mark.slow] * (r.package != "parse"))
-        for r in chosen
-    ]
+
+    def marks(record: RepositoryTask) -> list[pytest.MarkDecorator]:
+        if record not in chosen:
+            return [pytest.mark.demand]
+        return [pytest.mark.slow] * (record.package != "parse")
+
+    return [pytest.param(r, id=r.instance_id, marks=marks(r)) for r in EVERY]
 
 
 @pytest.mark.parametrize("record", honest())
