@@ -17,9 +17,12 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ray import canary
+from lightning_ray.config import RunConfig
 from lightning_ray.records import Outcome, Reward, Split, Task
+from lightning_ray.rollouts import grading as graders
 from lightning_ray.rollouts import sandbox
-from lightning_ray.rollouts.grading import Episode, RoomReport
+from lightning_ray.rollouts.grading import Episode, GradeRequest, RoomReport
+from lightning_ray.rollouts.local import limits
 from lightning_ray.tasks.swe import embedded, grading
 from lightning_ray.tasks.swe import workspace as swe_workspace
 from lightning_ray.tasks.swe.grading import GradingError, Verdict, run_hidden_tests, weigh
@@ -606,6 +609,31 @@ def test_who_reads_a_hidden_test_reads_a_canary():
     assert canary.first_seen(["well", told])[0] == 1
     assert canary.seen(order.files[path])
     assert run_hidden_tests(plain, fix(plain)).verdict is Verdict.PASSED
+
+
+HUNGRY = {
+    "memory": "import time\nx = [b'x' * (1 << 28) for _ in range(7)]\ntime.sleep(9)\n",
+    "processes": "import os, time\nfor _ in range(300):\n    if os.fork() == 0:\n"
+    "        time.sleep(9)\n        os._exit(0)\ntime.sleep(9)\n",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", HUNGRY)
+def test_code_that_takes_what_a_harness_may_not_is_unsolved_and_no_fault(tmp_path, what):
+    config = RunConfig.model_validate({"rollout": {"memory_mib": 1024, "max_processes": 64}})
+    source = {INIT: TASK.fields["files"][INIT] + "\n" + HUNGRY[what]}
+    asked = GradeRequest(
+        TASK,
+        {"files": source},
+        episode(),
+        "lightning_ray.tasks.swe.grading:grade",
+        limits(config, grader=True),
+        tmp_path / "grader.log",
+    )
+    found = graders.grade(asked)
+    assert isinstance(found, Reward), found
+    assert (found.value, found.solved) == (0.0, False)
 
 
 def test_a_grader_that_cannot_work_gives_no_reward(monkeypatch, tmp_path):

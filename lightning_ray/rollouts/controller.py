@@ -269,7 +269,7 @@ class RolloutController:
             root_url=f"{self._gateway_url}/rollout/{attempt.attempt_id}",
             model=harness.MODEL_NAME,
             context_tokens=config.model.max_model_len,
-            limits=limits(config, config.rollout.timeout_s),
+            limits=limits(config),
             log_dir=config.run_dir / "rollouts" / attempt.attempt_id,
             prepare=config.task.prepare,
             collect=config.task.collect,
@@ -339,7 +339,7 @@ class RolloutController:
                 task.grader_options,
             ),
             grader=grader,
-            limits=limits(self._config, task.grader_timeout_s),
+            limits=limits(self._config, grader=True),
             log=self._config.run_dir / "rollouts" / attempt_id / "grader.log",
             sandbox=wanted(self._config),
         )

@@ -166,7 +166,7 @@ def _run(suite: Suite, what: Given, room: Path, protection: Protection, hash_see
                 extra_groups=None if user is None else [],
             )  # fmt: skip
         try:
-            with _watched(process, protection.passed):
+            with watched(process, protection.passed):
                 ready, told = converse(ours, what.say, deadline, MAX_REPORT_BYTES)
                 status = wait(process, deadline)
         finally:
@@ -181,7 +181,7 @@ def _run(suite: Suite, what: Given, room: Path, protection: Protection, hash_see
 
 
 @contextlib.contextmanager
-def _watched(process: subprocess.Popen[bytes], passed: Callable[[int], bool]) -> Iterator[None]:
+def watched(process: subprocess.Popen[bytes], passed: Callable[[int], bool]) -> Iterator[None]:
     """Kills a process that takes too much: its tests come to no end, like any that are killed."""
     done = threading.Event()
 

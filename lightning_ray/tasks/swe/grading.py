@@ -42,7 +42,8 @@ from lightning_ray.records import Json, Reward, Split, Task
 from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
 from lightning_ray.tasks.swe import twins
-from lightning_ray.tasks.swe.cleanroom import converse, kill, wait
+from lightning_ray.tasks.swe.cleanroom import converse, kill, wait, watched
+from lightning_ray.tasks.swe.protection import takes_too_much
 from lightning_ray.tasks.swe.workspace import acceptable, write_files
 
 TIME_LIMIT_S = 20.0  # hundreds of times what the embedded tests take
@@ -245,16 +246,16 @@ def _run(task: Task, folder: str) -> TestRun:
                 start_new_session=True,
             )
         try:
-            lines = converse(
-                ours, json.dumps(exam.order).encode() + b"\n", deadline, MAX_REPORT_BYTES
-            )
-            exit_code = wait(process, deadline)
+            said = json.dumps(exam.order).encode() + b"\n"
+            with watched(process, takes_too_much):
+                lines = converse(ours, said, deadline, MAX_REPORT_BYTES)
+                exit_code = wait(process, deadline)
         finally:
             kill(process)
         if lines[0] != b"ready":
             errors.seek(0)
-            said = errors.read(4096).decode(errors="replace").splitlines() or ["no message"]
-            raise GradingError(f"task {task.task_id}: the test process did not start: {said[-1]}")
+            told = errors.read(4096).decode(errors="replace").splitlines() or ["no message"]
+            raise GradingError(f"task {task.task_id}: the test process did not start: {told[-1]}")
     if exit_code is None:
         return TestRun(Verdict.TIMEOUT)
     return exam.weigh(lines[1], exit_code)
