@@ -244,6 +244,18 @@ def test_leftovers_that_come_first_crowd_no_repair_out(tmp_path, monkeypatch):
     assert told.startswith("not read after 30 new entries")
 
 
+def test_empty_folders_without_number_hold_nobody_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(swe_workspace, "MAX_ENTRIES", 30)
+    task = replace(TASK, fields={"files": {"z/a.py": "x\n"}})
+    prepare(task, tmp_path)
+    for number in range(100):
+        (tmp_path / f"d{number:03d}").mkdir()
+    (tmp_path / "z" / "a.py").write_text("mended\n")
+    found = collect(task, tmp_path)
+    assert found["files"] == {"z/a.py": "mended\n"}
+    assert [told["reason"] for told in found["refused"]] == ["cannot be read: more than 30 folders"]
+
+
 def test_a_deleted_test_is_listed_and_not_a_change(tmp_path):
     prepare(TASK, tmp_path)
     (tmp_path / "tests" / "test_text.py").unlink()

@@ -27,7 +27,7 @@ from lightning_ray.records import Task
 MAX_FILE_BYTES = 64 * 1024  # a repair by hand is smaller; a dump of data is not a repair
 MAX_FILES = 64  # likewise
 MAX_REFUSED = 64  # entries listed, not looked at; a harness can make a million files
-MAX_ENTRIES = 10_000  # new directory entries looked at, for the same reason
+MAX_ENTRIES = 10_000  # new files and folders looked at, for the same reason
 
 MAX_PATH = 1024  # characters; the same path must fit below the grader's own folder
 
@@ -234,9 +234,12 @@ def _left(before: Iterable[str], root: Path) -> Iterator[str]:
 def _walk(root: Path) -> Iterator[tuple[str, OSError | None]]:
     """Everything below `root` that is not a real folder, with its relative path; for a folder that
     cannot be read, the reason. Not recursive, since a harness can nest folders very deep."""
-    folders = [""]
+    folders, looked_at = [""], 0
     while folders:
-        prefix = folders.pop()
+        prefix, looked_at = folders.pop(), looked_at + 1
+        if looked_at > MAX_ENTRIES:  # of empty ones a disk has room for millions
+            yield prefix[:MAX_PATH], OSError(errno.EMFILE, f"more than {MAX_ENTRIES} folders")
+            return
         try:
             if len(prefix) > MAX_PATH:
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
