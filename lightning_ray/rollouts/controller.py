@@ -251,7 +251,7 @@ class RolloutController:
             if isinstance(verdict, Reward):
                 self._life.graded(attempt_id, verdict, time.time())
             else:
-                self._life.grader_failed(attempt_id, verdict.reason, time.time())
+                self._life.grader_failed(attempt_id, verdict.outcome, verdict.reason, time.time())
                 self._start_more()
         self._stopped.discard(attempt_id)
         await self._publish()
@@ -269,7 +269,7 @@ class RolloutController:
             root_url=f"{self._gateway_url}/rollout/{attempt.attempt_id}",
             model=harness.MODEL_NAME,
             context_tokens=config.model.max_model_len,
-            limits=limits(config, config.rollout.timeout_s),
+            limits=limits(config),
             log_dir=config.run_dir / "rollouts" / attempt.attempt_id,
             prepare=config.task.prepare,
             collect=config.task.collect,
@@ -304,7 +304,7 @@ class RolloutController:
             )
         grader = task.grader or task.grader_command
         if seen := await self._store.canary.remote(attempt_id):
-            return GraderFault(f"{seen}: the agent saw what it must not, and its rollout is void")
+            return GraderFault(f"{seen}: the agent saw what it must not", Outcome.VOID)
         if grader is None:
             key = await self._store.grader_key.remote(attempt.spec.rollout_id)
             ask_outside(
@@ -339,7 +339,7 @@ class RolloutController:
                 task.grader_options,
             ),
             grader=grader,
-            limits=limits(self._config, task.grader_timeout_s),
+            limits=limits(self._config, grader=True),
             log=self._config.run_dir / "rollouts" / attempt_id / "grader.log",
             sandbox=wanted(self._config),
         )

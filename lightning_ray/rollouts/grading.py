@@ -52,9 +52,10 @@ class Episode:
 
 @dataclass(frozen=True)
 class GraderFault:
-    """There is no reward; `reason` says why."""
+    """There is no reward; `reason` says why, and `outcome` whether another attempt may have one."""
 
     reason: str
+    outcome: Outcome = Outcome.GRADER_FAULT
 
 
 @dataclass(frozen=True)

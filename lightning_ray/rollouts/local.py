@@ -46,6 +46,9 @@ _FAMILY_S = (
 )
 _PREFIX = "lr-box-"
 _NEW_S = 60  # between the making of a box and its being held is much less
+# MiB and processes that a grader may have at least: it must see first that code under test takes
+# too much, or that code could have the grader killed, and so its rollout tried again.
+_GRADERS = 4096, 512
 _ARTIFACT_BYTES = 64 << 20  # larger files are no trajectories
 
 _OUTCOMES = {
@@ -138,13 +141,14 @@ def run_attempt(request: AttemptRequest) -> AttemptResult:
         os.close(held)
 
 
-def limits(config: RunConfig, timeout_s: float) -> Limits:
-    """What the configuration lets a program use."""
+def limits(config: RunConfig, *, grader: bool = False) -> Limits:
+    """What the configuration lets a harness use, or a grader."""
     rollout = config.rollout
+    least = _GRADERS if grader else (0, 0)
     return Limits(
-        timeout_s=timeout_s,
-        memory_mib=rollout.memory_mib,
-        max_processes=rollout.max_processes,
+        timeout_s=config.task.grader_timeout_s if grader else rollout.timeout_s,
+        memory_mib=max(rollout.memory_mib, least[0]),
+        max_processes=max(rollout.max_processes, least[1]),
         output_mib=rollout.output_mib,
         file_mib=rollout.workspace_mib,
         disk_mib=rollout.disk_mib,

@@ -27,6 +27,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from lightning_ray import canary
 from lightning_ray.line import LineEnd
 from lightning_ray.records import Call, FinishedRollout, Json, Outcome, Reward, RolloutSpec
 from lightning_ray.store.attempts import AttemptInfo, AttemptSummary, Known
@@ -305,6 +306,9 @@ class StoreActor(LineEnd):
         await self._query(Queries.note_canary, attempt_id, call, canary)
 
     async def canary(self, attempt_id: str) -> str | None:
+        """`Queries.canary`, of what the gateway noted and of the replies."""
+        if said := canary.first_seen(await self.texts(attempt_id)):
+            await self.note_canary(attempt_id, *said)
         return await self._query(Queries.canary, attempt_id)
 
     async def list_events(self, rollout_id: str, query: PageQuery) -> EventPage | None:

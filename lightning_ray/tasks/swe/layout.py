@@ -166,8 +166,14 @@ def main(order: Mapping[str, Any]) -> None:
     for diff in order["diffs"]:
         git("apply", "--whitespace=nowarn", "-", said=diff)
     try:
+        # What goes makes room first: a folder can come where a file was, and the other way round.
+        for path in [path for path, content in order["files"].items() if content is None]:
+            write(path, None)
+            with contextlib.suppress(OSError):  # other files are there
+                os.removedirs(os.path.dirname(path))
         for path, content in order["files"].items():
-            write(path, None if content is None else base64.b64decode(content))
+            if content is not None:
+                write(path, base64.b64decode(content))
         for path, content in order["fresh"].items():
             with contextlib.suppress(FileNotFoundError):
                 if content is None:

@@ -122,7 +122,7 @@ def read(run: RoomRun) -> tuple[Trial, Report]:
     note, report, trial = run.order.note, run.report, trial_of(run)
     if report.overran:
         return trial, Report(_KILLED, seconds=report.seconds)
-    ready, told = examination.lines(report.said.encode())
+    ready, told = examination.lines(report.said.encode(errors="replace"))
     if ready == layout.IMPOSSIBLE.strip():
         return trial, Report(report.status, seconds=report.seconds)
     if ready != b"ready":
@@ -139,7 +139,7 @@ def read(run: RoomRun) -> tuple[Trial, Report]:
         told,
         report.status,
         note["nonce"],
-        None if junit is None else junit.encode(),
+        None if junit is None else junit.encode(errors="replace"),
         note["canary"],
         report.seconds,
     )

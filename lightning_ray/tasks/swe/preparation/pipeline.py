@@ -25,7 +25,7 @@ from typing import Literal, TypeVar
 from lightning_ray.config import ConfigError
 from lightning_ray.records import Split, Task
 from lightning_ray.report.statistics import Tally
-from lightning_ray.tasks.swe import patches
+from lightning_ray.tasks.swe import journal, patches
 from lightning_ray.tasks.swe.preparation import filters, probing, reference, rows
 from lightning_ray.tasks.swe.preparation.filters import Filter
 from lightning_ray.tasks.swe.preparation.options import Options
@@ -288,14 +288,10 @@ class _Checks:
         self.wanted = runner is not None and options.reference_runs > 0
         self._known: dict[str, Verdict | None] = {}
         self._lock = Lock()
-        # The last line of a killed run may be cut off: it goes.
-        whole = [line for line in _lines(path) if line.endswith("\n")]
-        for line in whole:
+        for line in journal.whole(path):
             row = json.loads(line)
             verdict = Verdict(row["filter"], row["reason"]) if row["filter"] else None
             self._known[row["key"]] = verdict
-        if whole:
-            _replace(path, "".join(whole))
 
     def apply(self, found: Iterable[RepositoryTask]) -> Iterator[tuple[RepositoryTask, str, str]]:
         """As `filters.apply`; the order stays."""
