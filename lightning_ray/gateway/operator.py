@@ -24,7 +24,7 @@ from lightning_ray.gateway import access
 from lightning_ray.gateway.bodies import Body, decode
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.records import Reward, RolloutSpec, Task
-from lightning_ray.rollouts import controller
+from lightning_ray.rollouts import handle
 from lightning_ray.store.errors import DuplicateReward, StoreError
 from lightning_ray.views import (
     CallPage,
@@ -167,12 +167,12 @@ class Operator:
 
     async def _controller(self, method: str, *args: Any) -> Any:
         try:
-            actor = await asyncio.to_thread(controller.find, self._config)
+            actor = await asyncio.to_thread(handle.find, self._config)
         except ValueError as error:
             raise ApiError(503, "No controller runs: the run is starting or ending.") from error
         try:
             return await getattr(actor, method).remote(*args)
-        except (RayActorError, controller.ControllerStopped) as error:
+        except (RayActorError, handle.ControllerStopped) as error:
             raise ApiError(503, "The controller has stopped: the run is ending.") from error
 
 

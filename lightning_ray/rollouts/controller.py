@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lightning_ray.config import RunConfig
 from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, RolloutSpec, RolloutState
-from lightning_ray.rollouts import harness
+from lightning_ray.rollouts import handle, harness
 from lightning_ray.rollouts.grading import (
     Episode,
     GradeRequest,
@@ -35,15 +35,16 @@ from lightning_ray.rollouts.grading import (
     ask_outside,
     grade,
 )
+from lightning_ray.rollouts.handle import ControllerStopped
 from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycle, Next, judge
 from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, limits, run_attempt
-from lightning_ray.rollouts.pods.attempts import Pods
-from lightning_ray.rollouts.pods.preflight import in_pod
-from lightning_ray.rollouts.pods.staging import harness_key
+from lightning_ray.rollouts.places import in_pod
 from lightning_ray.rollouts.sandbox import wanted
 from lightning_ray.store.attempts import Known
 
-NAMESPACE = "lightning_ray"  # of Ray's actor names
+if TYPE_CHECKING:
+    from lightning_ray.rollouts.pods.attempts import Pods
+
 RESULT_EVENT = "result"  # the kind of the event that keeps what task.collect read
 _MAX_CONCURRENCY = 1000  # method calls at a time; a long poll must not hold up the others
 _INSIST_S = 5.0  # longer than a worker needs to kill a harness and remove its workspace
@@ -62,31 +63,13 @@ def start(
     # Where the driver is: only the head's pod may speak to Kubernetes.
     here = ray.get_runtime_context().get_node_id()
     named = actor.options(
-        name=_name(config),
-        namespace=NAMESPACE,
+        name=handle.name(config),
+        namespace=handle.NAMESPACE,
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
     )
-    handle = named.remote(config, store, gateway_url, run_id, list(kept))
-    handle.submit.remote(store.unfinished.remote())
-    return handle
-
-
-def find(config: RunConfig) -> Any:
-    """The handle of the run's controller.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return ray.get_actor(_name(config), namespace=NAMESPACE)
-
-
-def _name(config: RunConfig) -> str:
-    # As configured: what a relative path means depends on the process.
-    return f"controller of {config.run.name} in {config.run.dir}"
-
-
-class ControllerStopped(Exception):
-    """The run is ending; it takes no more rollouts."""
+    controller = named.remote(config, store, gateway_url, run_id, list(kept))
+    controller.submit.remote(store.unfinished.remote())
+    return controller
 
 
 class RolloutController:
@@ -113,6 +96,9 @@ class RolloutController:
         self._options = {"num_cpus": config.rollout.cpus, "scheduling_strategy": "SPREAD"}
         self._pods: Pods | None = None
         if config.rollout.launcher != "local":
+            # Here, so that other runs do not load Kubernetes' client.
+            from lightning_ray.rollouts.pods.attempts import Pods
+
             self._pods = Pods(
                 config,
                 store,
@@ -230,9 +216,9 @@ class RolloutController:
         if resumed and self._pods:
             ended = await self._pods.resume(attempt)
         else:
-            key = secrets.token_urlsafe(32)
-            harness = harness_key(key) if self._pods_of(attempt) else key
-            key_hash = hashlib.sha256(harness.encode()).hexdigest()
+            key, pods = secrets.token_urlsafe(32), self._pods_of(attempt)
+            harness_key = pods.harness_key(key) if pods else key
+            key_hash = hashlib.sha256(harness_key.encode()).hexdigest()
             await self._store.start_attempt.remote(
                 attempt_id, attempt.spec.rollout_id, attempt.number, key_hash, time.time()
             )

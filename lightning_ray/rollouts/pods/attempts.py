@@ -117,6 +117,8 @@ class Pods:
         ConfigError: see `Launcher`.
     """
 
+    harness_key = staticmethod(staging.harness_key)
+
     def __init__(
         self,
         config: RunConfig,
@@ -151,7 +153,7 @@ class Pods:
 
     async def run(self, attempt: Attempt, key: str) -> AttemptResult:
         """One attempt from its workspace to its result. `key` opens its room; the harness gets
-        `staging.harness_key` of it."""
+        `harness_key` of it."""
         attempt_id, task = attempt.attempt_id, attempt.spec.task
         try:
             stage: Stage | None = None

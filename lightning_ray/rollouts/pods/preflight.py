@@ -21,6 +21,7 @@ from kubernetes.client import ApiException
 
 from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.records import Json, Task
+from lightning_ray.rollouts.places import in_pod
 from lightning_ray.rollouts.pods import attempts, freedoms, manifest
 from lightning_ray.rollouts.pods.api import OUTAGE, Api
 from lightning_ray.rollouts.pods.manifest import Frame, Room
@@ -66,14 +67,6 @@ def firsts(config: RunConfig, *sets: Sequence[Task]) -> Iterator[Task]:
     """The first task of each set that runs in a pod, where there is one."""
     for tasks in sets:
         yield from [task for task in tasks if in_pod(config, task)][:1]
-
-
-def in_pod(config: RunConfig, task: Task) -> bool:
-    """Whether the rollouts of `task` are Jobs; else they run on nodes of Ray."""
-    launcher = config.rollout.launcher
-    if launcher == "task":
-        launcher = task.fields.get("launcher", "local")
-    return launcher == "kubernetes"
 
 
 def _sample(config: RunConfig, task: Task) -> Json:
