@@ -68,11 +68,6 @@ class Outcome(StrEnum):
         """True if the model's behaviour led here, so that a reward is fair."""
         return self in _POLICY_OUTCOMES
 
-    @property
-    def retryable(self) -> bool:
-        """True for infrastructure faults: another attempt may end differently."""
-        return not self.caused_by_policy and self is not Outcome.CANCELLED
-
 
 _POLICY_OUTCOMES = frozenset(
     {

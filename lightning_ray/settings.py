@@ -30,8 +30,6 @@ from lightning_ray.sections import (
     TaskSection,
 )
 
-__all__ = ["AlgorithmSection", "GatewaySection", "ModelSection", "RunConfig"]
-
 
 class RunConfig(Section):
     """Everything that a run can be told."""

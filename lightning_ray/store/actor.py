@@ -389,6 +389,3 @@ def start(directory: Path) -> Any:
         ),
     )
     return actor.remote(str(directory))
-
-
-__all__ = ["StoreActor", "StoreError", "start"]

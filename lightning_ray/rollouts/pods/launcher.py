@@ -55,7 +55,6 @@ _Result = TypeVar("_Result")
 class _Wanted:
     job: Json
     key: str
-    template: JobTemplate
     end: asyncio.Future[End]
 
 
@@ -92,7 +91,6 @@ class Launcher:
         self._followers: list[Follower] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listed: set[Kind] = set()
 
     def start(self) -> None:
         """Begins to follow what is there. Call it in the event loop."""
@@ -101,13 +99,6 @@ class Launcher:
         for kind in kinds:
             self._followers.append(self._follow(kind))
         self._spawn(self._reconcile())
-
-    async def present(self) -> list[str]:
-        """The rooms whose Jobs are there, of an earlier life of the run as well."""
-        while self._listed != {"jobs", "pods"}:
-            await asyncio.sleep(_TICK_S / 5)
-        annotated = (job["metadata"].get("annotations") or {} for job in self._reconciler.present)
-        return [room for found in annotated if (room := found.get(manifest.ROOM_ANNOTATION))]
 
     def check(self, task: Task) -> None:
         """Has the template filled for `task` and the API server look at it, without making
@@ -179,11 +170,6 @@ class Launcher:
         return None
 
     @property
-    def left(self) -> int:
-        """How many Jobs of the run are there."""
-        return self._reconciler.left
-
-    @property
     def trouble(self) -> str:
         """What a person must know: that the API server is away, or what pods wait for."""
         for problem, since in self._away.values():
@@ -221,7 +207,7 @@ class Launcher:
         if name in self._cancelled:
             return End(Outcome.CANCELLED, "cancelled")
         end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._wanted[name] = _Wanted(job, key, self._template, end)
+        self._wanted[name] = _Wanted(job, key, end)
         self._reconciler.want(name, time.monotonic(), there=there, urgent=urgent)
         self._news.set()
         return await end
@@ -258,7 +244,7 @@ class Launcher:
             # A quota is a matter of waiting, and no one's fault.
             quota = error.status == 403 and "quota" in str(error.body)
             for_good = error.status in _FOR_GOOD and not quota
-            problem = str(_explain(error, wanted.template))
+            problem = str(_explain(error, self._template))
             self._reconciler.refused(name, problem, time.monotonic(), for_good=for_good)
         except OUTAGE as error:
             self._reconciler.refused(name, f"API server: {error}", time.monotonic(), for_good=False)
@@ -316,7 +302,6 @@ class Launcher:
 
         def listed(objects: list[Json], asked_at: float) -> None:
             self._reconciler.listed(kind, objects, asked_at)
-            self._listed.add(kind)
             self._news.set()
 
         def event(type: str, thing: Json) -> None:

@@ -344,11 +344,6 @@ class Reconciler:
         there = {n for n, seen in self._seen.items() if seen.job and n not in self._kept}
         return len(there | self._creating)
 
-    @property
-    def present(self) -> list[Json]:
-        """The Jobs that are there, wished or not."""
-        return [s.job for s in self._seen.values() if s.job and not s.deleting]
-
 
 def _pods(seen: Iterable[_Seen]) -> list[Json]:
     return [pod for one in seen for pod in one.pods.values()]
