@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError
 from lightning_ray.config import RunConfig
 from lightning_ray.gateway import access
 from lightning_ray.gateway.bodies import Body, decode
-from lightning_ray.gateway.errors import ApiError
+from lightning_ray.gateway.errors import ApiError, bad
 from lightning_ray.records import Reward, RolloutSpec, Task
 from lightning_ray.rollouts import handle
 from lightning_ray.store.errors import DuplicateReward, StoreError
@@ -69,7 +69,7 @@ class Operator:
         try:
             reward = Reward(data["reward"], data.get("solved", False), data.get("metrics", {}))
         except KeyError as error:
-            raise ApiError(400, "`reward` is missing.", param="reward") from error
+            raise bad("reward", "is missing") from error
         except (ValueError, AttributeError, TypeError) as error:
             raise ApiError(400, f"Not a reward: {error}", param="reward") from error
         try:
