@@ -37,7 +37,13 @@ from lightning_ray.rollouts.grading import (
 )
 from lightning_ray.rollouts.handle import ControllerStopped
 from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycle, Next, judge
-from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, limits, run_attempt
+from lightning_ray.rollouts.local import (
+    AttemptRequest,
+    AttemptResult,
+    FamilyError,
+    limits,
+    run_attempt,
+)
 from lightning_ray.rollouts.places import in_pod
 from lightning_ray.rollouts.sandbox import wanted
 from lightning_ray.store.attempts import Known
@@ -243,11 +249,22 @@ class RolloutController:
         await self._publish()
 
     async def _run(self, attempt: Attempt, key: str) -> AttemptResult:
-        config = self._config
         if attempt.attempt_id in self._stopped:
             return AttemptResult(Outcome.CANCELLED, "cancelled")
-        if pods := self._pods_of(attempt):
-            return await pods.run(attempt, key)
+        try:
+            if pods := self._pods_of(attempt):
+                return await pods.run(attempt, key)
+            return await self._run_on_node(attempt, key)
+        except TaskCancelledError:
+            return AttemptResult(Outcome.CANCELLED, "cancelled")
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, FamilyError) else error
+            return AttemptResult(Outcome.LAUNCH_FAULT, _last_line(cause))
+        except RayError as error:
+            return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {_first_line(error)}")
+
+    async def _run_on_node(self, attempt: Attempt, key: str) -> AttemptResult:
+        config = self._config
         request = AttemptRequest(
             attempt_id=attempt.attempt_id,
             task=attempt.spec.task,
@@ -263,21 +280,14 @@ class RolloutController:
             api_key=key,
             sandbox=wanted(config),
         )
-        try:
-            result: AttemptResult = await self._wait(
-                attempt, _run_attempt.options(**self._options).remote(request)
-            )
-            if result.lack:
-                self._lacks[result.node] = result.lack
-            else:  # a lack may have been for a moment
-                self._lacks.pop(result.node, None)
-            return result
-        except TaskCancelledError:
-            return AttemptResult(Outcome.CANCELLED, "cancelled")
-        except RayTaskError as error:
-            return AttemptResult(Outcome.LAUNCH_FAULT, _last_line(error))
-        except RayError as error:
-            return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {_first_line(error)}")
+        result: AttemptResult = await self._wait(
+            attempt, _run_attempt.options(**self._options).remote(request)
+        )
+        if result.lack:
+            self._lacks[result.node] = result.lack
+        else:  # a lack may have been for a moment
+            self._lacks.pop(result.node, None)
+        return result
 
     async def _reward(
         self, attempt: Attempt, outcome: Outcome, detail: str, result: Json | None

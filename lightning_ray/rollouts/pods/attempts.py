@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import ray
 from kubernetes.client import ApiException
-from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+from ray.exceptions import RayError, RayTaskError
 
 from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.records import Outcome, Reward, Task
@@ -153,7 +153,11 @@ class Pods:
 
     async def run(self, attempt: Attempt, key: str) -> AttemptResult:
         """One attempt from its workspace to its result. `key` opens its room; the harness gets
-        `harness_key` of it."""
+        `harness_key` of it.
+
+        Raises:
+            RayError: the task family failed, a node was lost, or the attempt was cancelled.
+        """
         attempt_id, task = attempt.attempt_id, attempt.spec.task
         try:
             stage: Stage | None = None
@@ -188,12 +192,6 @@ class Pods:
             return await self._ended(attempt, end)
         except (TemplateFault, RecipeError) as error:
             return AttemptResult(Outcome.LAUNCH_FAULT, str(error))
-        except TaskCancelledError:
-            return AttemptResult(Outcome.CANCELLED, "cancelled")
-        except RayTaskError as error:
-            return AttemptResult(Outcome.LAUNCH_FAULT, _said(error))
-        except RayError as error:
-            return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {error}")
         finally:
             await self._close(attempt_id)
 
