@@ -18,14 +18,13 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import ray
 from kubernetes.client import ApiException
 from ray.exceptions import RayError, RayTaskError
 
 from lightning_ray.config import ConfigError, RunConfig
-from lightning_ray.records import Outcome, Reward, Task
+from lightning_ray.records import Outcome, Reward
 from lightning_ray.rollouts import grading
 from lightning_ray.rollouts.grading import (
     GradeRequest,
@@ -81,33 +80,6 @@ def attempts_in_pods(config: RunConfig, run_id: str) -> list[str]:
     there = [job["metadata"] for job in jobs if "deletionTimestamp" not in job["metadata"]]
     named = (metadata.get("annotations") or {} for metadata in there)
     return [room for found in named if (room := found.get(manifest.ROOM_ANNOTATION))]
-
-
-def check(config: RunConfig, task: Task) -> list[str]:
-    """Looks at the template, the cluster and the grader before anything is started; returns what a
-    person should know.
-
-    Raises:
-        ConfigError: something cannot work.
-    """
-    task_section = config.task
-    grader = task_section.grader
-    by_command = task_section.grader_command is not None
-    if config.kubernetes.grade == "job" and (
-        by_command or (grader and not grading.has_room(grader))
-    ):
-        named = f"grader={grader}" if grader else "grader_command"
-        raise ConfigError(
-            f"task.{named} cannot grade in a pod: its module has no `plan` and `judge`, nor "
-            "`rooms`; write them (docs/kubernetes.md), or set kubernetes.grade=cluster"
-        )
-    launcher = Launcher(config, "check")
-    launcher.check(task)
-    where = f"rollouts are Jobs in the namespace {launcher.namespace}"
-    host = urlsplit(config.gateway.advertise or f"http://{config.gateway.host}").hostname or ""
-    if host in ("127.0.0.1", "localhost", "::1"):
-        return [where, f"pods reach the gateway at {host}? Set gateway.host and gateway.advertise"]
-    return [where]
 
 
 class Pods:

@@ -100,21 +100,21 @@ class Launcher:
             self._followers.append(self._follow(kind))
         self._spawn(self._reconcile())
 
-    def check(self, task: Task) -> None:
+    def check(self, task: Task) -> tuple[Json, list[str]]:
         """Has the template filled for `task` and the API server look at it, without making
-        anything.
+        anything. Returns the Job and `Api.dry_run`'s warnings.
 
         Raises:
             TemplateFault: what is wrong, with the line of the template.
-            ConfigError: the API server does not answer, or forbids it.
+            ConfigError: the API server forbids it.
+            OUTAGE: it does not answer.
         """
         room = Room("check", "http://gateway", "", "check", 1.0)
+        job = self._build(task, room, Names("a", "r", "g", "s", "u"))
         try:
-            self._api.create_job(self._build(task, room, Names("a", "r", "g", "s", "u")), dry=True)
+            return job, self._api.dry_run(job)
         except ApiException as error:
             raise _explain(error, self._template) from error
-        except OUTAGE as error:
-            raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
 
     def rendered(self, task: Task, names: Names) -> Json:
         """The template for a task, as the user wrote it."""
