@@ -40,13 +40,8 @@ TWO := -n 2 --dist loadfile
 test: $(FETCHED) ## the test suite (ARGS="-k name"; ARGS="-n 0": one file at a time)
 	@$(BIN)/python -m pytest -q -m "not slow and not demand" $(TWO) $(ARGS)
 
-# Those of Kubernetes count Jobs a second, and are alone.
 test-slow: $(FETCHED) ## tests with real engines, trainers and clusters
-	@status=0
-	run() { $(BIN)/python -m pytest -q -m "slow and not demand" "$$@" $(ARGS) || (( $$? == 5 )) || status=1; }
-	run $(TWO) --ignore=tests/kubernetes
-	run tests/kubernetes
-	exit $$status
+	@$(BIN)/python -m pytest -q -m "slow and not demand" $(TWO) $(ARGS)
 
 test-demand: $(FETCHED) ## slow tests that CI leaves out, since others show the same
 	@$(BIN)/python -m pytest -q -m demand $(ARGS)

@@ -13,7 +13,7 @@ test's own text passes and those of two twins fail, of which the share `told` lo
 import argparse
 from collections.abc import Callable
 
-from lightning_ray.tasks.swe import offline, sources, traces
+from lightning_ray.tasks.swe import offline, protection, sources, traces
 from lightning_ray.tasks.swe.traces import Trace
 
 Look = Callable[[list[Trace], list[Trace]], bool]  # does the second look like the first?
@@ -43,7 +43,7 @@ def main() -> None:
     for record in records[: options.first]:
         suite = offline.suite(record)
         hidden = {suite.function(test) for test in record.fail_to_pass}
-        found = traces.traces(offline.graded_tree(record), suite, hidden)
+        found = traces.traces(offline.graded_tree(record), suite, hidden, protection.protection())
         for name, look in LOOKS.items():
             rate = 1.0
             for own, others in found.values():

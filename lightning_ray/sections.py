@@ -186,11 +186,12 @@ class GatewaySection(Section):
     port: int = Field(
         8765, ge=0, le=65535, description="Port the gateway listens on; 0 takes a free one."
     )
-    replicas: int = Field(
-        1,
+    replicas: int | None = Field(
+        None,
         ge=1,
         le=100,
-        description="Gateway replicas, spread over the nodes that there are at the start.",
+        description="Gateway replicas, spread over the nodes that there are at the start. Unset: "
+        "one for each.",
     )
     advertise: str | None = Field(
         None,

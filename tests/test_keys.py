@@ -417,7 +417,7 @@ def test_no_key_is_in_a_file_that_others_read_nor_on_a_command_line_nor_in_a_log
     assert any(f"{rollout}-a0" in line for line in lines)
     assert not [line for line in lines if kinds_in(line.encode())]
     Path(file).with_name("go").touch()
-    wanted = gateway.config.run_dir / "rollouts" / f"{rollout}-a0" / "grade_me.json"
+    wanted = gateway.config.run_dir / "to_grade" / f"{rollout}-a0.json"
     wait_for(wanted.exists)
     asked = json.loads(wanted.read_text())
     reply = httpx.post(asked["url"], headers={"x-api-key": asked["key"]}, json={"reward": 1.0})
@@ -437,7 +437,7 @@ def test_no_key_is_in_a_file_that_others_read_nor_on_a_command_line_nor_in_a_log
     # These are for whoever owns the run, and for nobody else.
     assert {path.name: kinds for path, kinds in found.items()} == {
         "operator.key": {"derived"},
-        "grade_me.json": {"grader"},
+        f"{rollout}-a0.json": {"grader"},
     }
     for path in [*found, gateway.folder / "store" / "grader.key"]:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path

@@ -42,7 +42,11 @@ from ray.dashboard.consts import DASHBOARD_METRIC_PORT
 from lightning_ray.config import GatewaySection, RunConfig
 from lightning_ray.gateway import deploy
 from lightning_ray.placement import Device, plan
+from lightning_ray.records import Task
 from lightning_ray.rollouts import sandbox
+from lightning_ray.rollouts.pods import manifest
+from lightning_ray.rollouts.pods.manifest import Frame, Room
+from lightning_ray.rollouts.pods.template import JobTemplate, Names
 from lightning_ray.run import command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +123,27 @@ def test_core_objects_and_pod_templates_are_valid(version: str) -> None:
         core.append({"apiVersion": "v1", "kind": "PodTemplate", "template": template})
     for each in core:
         kubernetes_validate.validate(each, version, strict=True)
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("template", [None, "job.yaml", "swe.yaml"])
+@pytest.mark.parametrize("role", [manifest.AGENT, manifest.GRADER])
+def test_a_rollouts_job_and_what_it_needs_are_valid(
+    version: str, template: str | None, role: str
+) -> None:
+    folder = ROOT / "examples" / "kubernetes"
+    for each in _read(folder / "access.yaml"):
+        kubernetes_validate.validate(each, version, strict=True)
+    made = JobTemplate(folder / template if template else None, "image:1")
+    rendered = made.render(
+        Task("t", "mend it", {"image_name": "i"}), Names("a", "r", "g", "train", "http://g:1")
+    )
+    owner = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "name": "c", "uid": "u"}
+    frame = Frame("run", owner, 0.5, 1024, 4096, 60.0, 600)
+    job = manifest.build(rendered, Room("a", "http://g:1", "key", role, 60.0), frame)
+    kubernetes_validate.validate(job, version, strict=True)
+    secret = manifest.secret(job, "uid", "key")
+    kubernetes_validate.validate(secret, version, strict=True)
 
 
 def test_a_misspelt_field_of_a_pod_is_noticed() -> None:
@@ -393,6 +418,15 @@ def test_the_run_directory_is_on_the_claim_at_the_same_path_everywhere() -> None
     (made,) = groups()["headgroup"]["template"]["spec"]["initContainers"]
     assert made["command"][-1] == rollouts
     assert find("PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+@pytest.mark.parametrize("page", ["cluster", "kubernetes", "swe"])
+def test_a_run_that_a_page_tells_to_start_on_a_cluster_is_kept_on_the_claim(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"ray job submit .*-- python jobs/train_swe.py (examples/.*)", text)
+    assert commands
+    for each in commands:
+        assert re.search(r" run\.dir=/runs/[\w-]+ ", each), each
 
 
 def test_what_ray_and_harnesses_write_is_on_a_volume() -> None:

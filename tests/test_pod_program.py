@@ -90,14 +90,26 @@ def depot() -> Iterator[Depot]:
     server.server_close()
 
 
-def run(depot: Depot, folder: Path, files: dict[str, bytes], *, full: bool = False) -> End:
+def run(
+    depot: Depot,
+    folder: Path,
+    files: dict[str, bytes],
+    *,
+    full: bool = False,
+    name: str = "127.0.0.1",
+) -> End:
     """Runs an order to its end, with `folder` in the place of the pod's volume; how it ended, as a
-    kubelet would tell it. A `full` node has no space for a termination message."""
+    kubelet would tell it. A `full` node has no space for a termination message. A `name` of the
+    gateway is in a /etc/hosts that can be written, as a kubelet's for root."""
     log = Path("/dev/full") if full else folder / "termination-log"
     log.touch()
     depot.files = {**files, "order": files["order"].replace(b'"/lightning', f'"{folder}'.encode())}
     box = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--unshare-pid"]
     box += ["--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--bind", folder, folder]
+    if name != "127.0.0.1":
+        for path, content in (("hosts", f"127.0.0.1 {name}\n"), ("resolv.conf", "")):
+            (folder / path).write_text(content)
+            box += ["--bind", folder / path, f"/etc/{path}"]
     box += [
         "--dev-bind",
         log,
@@ -107,7 +119,7 @@ def run(depot: Depot, folder: Path, files: dict[str, bytes], *, full: bool = Fal
         "-c",
         manifest.BOOTSTRAP,
     ]
-    told = {"URL": f"http://127.0.0.1:{depot.port}/rollout/r", "KEY": "key", "POD": "p"}
+    told = {"URL": f"http://{name}:{depot.port}/rollout/r", "KEY": "key", "POD": "p"}
     env = {
         **os.environ,
         "TMPDIR": str(folder),
@@ -201,6 +213,26 @@ def test_code_in_a_pod_reaches_itself_and_not_the_first_process(depot, tmp_path,
     theirs, own, threads = json.loads(staging.room_report(depot.result).said)
     assert (theirs, own) == ([], [])
     assert threads == 1  # another one has an id of its own
+
+
+@boxed
+@pytest.mark.parametrize("hosts", ["", "127.0.0.3 gateway.test"])
+@pytest.mark.parametrize("make", [harness, room])
+def test_who_changes_what_the_gateways_name_means_cannot_undo_its_attempt(
+    depot, tmp_path, make, hosts
+) -> None:
+    script = f"""
+import pathlib, socket
+pathlib.Path("/etc/hosts").write_text({hosts!r})
+try:
+    socket.create_connection(("gateway.test", {depot.port}))
+    raise SystemExit(4)
+except OSError:
+    raise SystemExit(3) from None
+"""
+    end = run(depot, tmp_path, make(script), name="gateway.test")
+    assert end.outcome is Outcome.HARNESS_ERROR and "exit status 3" in end.detail, end
+    assert depot.result is not None
 
 
 def call(machine: str, architecture: int, number: int, *arguments: int) -> int:

@@ -427,6 +427,20 @@ json.dump({"value": value, "solved": q["episode"]["outcome"] == "completed"}, sy
     assert grade_with(tmp_path, [sys.executable, "-c", code]) == Reward(2, True)
 
 
+def test_a_grader_needs_no_run_directory_on_its_node(tmp_path: Path) -> None:
+    """As on a rollout node, where a harness's pod has what the run's rollouts write and no more."""
+    elsewhere = tmp_path / "runs" / "other" / "rollouts" / "r-a0"
+    say = 'print(\'{"value": 1, "solved": true}\')'
+    assert grade_with(elsewhere, [sys.executable, "-c", say]) == Reward(1, True)
+    fault = grade_with(elsewhere, [sys.executable, "-c", "raise SystemExit('no such test')"])
+    assert isinstance(fault, GraderFault) and "no such test" in fault.reason, fault
+    assert "does not have the run directory" in fault.reason
+    assert list(tmp_path.iterdir()) == []
+    elsewhere.parent.mkdir(parents=True)
+    assert grade_with(elsewhere, [sys.executable, "-c", say]) == Reward(1, True)
+    assert (elsewhere / "grader.log").exists()
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [

@@ -304,7 +304,7 @@ class RolloutController:
         if grader is None:
             key = await self._store.grader_key.remote(attempt.spec.rollout_id)
             ask_outside(
-                self._config.run_dir / "rollouts" / attempt_id,
+                self._config.run_dir / "to_grade" / f"{attempt_id}.json",
                 {
                     "url": f"{self._gateway_url}/rollout/{attempt.spec.rollout_id}/reward",
                     "key": key,

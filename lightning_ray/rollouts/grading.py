@@ -34,6 +34,7 @@ from lightning_ray.records import Json, Outcome, Reward, Split, Task
 from lightning_ray.rollouts import process
 from lightning_ray.rollouts.process import EndedBy, Limits
 from lightning_ray.rollouts.sandbox import Wanted, for_graders
+from lightning_ray.store.keys import write_private
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class RoomReport:
     """What came of an order: the exit status (negative: that signal; None: it was still running at
     its time limit, or had to be killed), what it said on the socket, the end of its output, the
     text of those files of `bring` that it left; `overran` if it took more memory or disk than the
-    room has, or ended its keeper, and is dead with all that it said."""
+    room has, or ended its keeper, and is dead with all that it said. `too_large` are files of
+    `bring` that stayed there for their size, and `output`, if its output or answers ended it."""
 
     status: int | None
     said: str
@@ -104,6 +106,7 @@ class RoomReport:
     overran: bool = False
     files: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    too_large: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -130,13 +133,10 @@ def advance(
     return _reward(answer)
 
 
-def ask_outside(folder: Path, wanted: Json) -> None:
-    """Leaves what a grader outside needs in `grade_me.json`, readable by the operator only."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = folder / "grade_me.tmp"
-    partial.touch(mode=0o600)
-    partial.write_text(json.dumps(wanted))
-    partial.rename(folder / "grade_me.json")
+def ask_outside(path: Path, wanted: Json) -> None:
+    """Leaves what a grader outside needs, readable by the operator only."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_private(path, json.dumps(wanted).encode())
 
 
 def has_room(grader: str | None) -> bool:
@@ -166,6 +166,8 @@ def _ask(request: GradeRequest, step: str, more: Json | None = None) -> str | Gr
     question |= more or {}
     with tempfile.TemporaryDirectory(prefix="lr-grade-") as folder:
         answer = Path(folder) / "reward.json"
+        lasting = _make_folder(request.log.parent)
+        log = request.log if lasting else Path(folder) / request.log.name
         report = process.run(
             argv,
             # Graders are the operator's own code: they import what we can import, and have our
@@ -174,15 +176,26 @@ def _ask(request: GradeRequest, step: str, more: Json | None = None) -> str | Gr
             | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             | for_graders(request.sandbox),
             cwd=Path.cwd(),
-            log=request.log,
+            log=log,
             limits=request.limits,
             attempt_id=f"{request.episode.attempt_id}.grader",
             stdin=json.dumps(question),
             stdout=answer,
         )
         if report.ended_by is not EndedBy.EXIT or report.status != 0:
-            return GraderFault(f"the grader failed, {report.describe()} (see {request.log})")
+            where = f"see {log}" if lasting else "its node does not have the run directory"
+            return GraderFault(f"the grader failed, {report.describe()} ({where})")
         return answer.read_text()
+
+
+def _make_folder(attempt: Path) -> bool:
+    """Makes the folder of an attempt in the run directory; False on a node that does not have it,
+    as it need not where all rollouts are Jobs."""
+    try:
+        attempt.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(attempt, os.W_OK)
 
 
 def parse_reward(text: str) -> Reward:

@@ -140,15 +140,20 @@ def steady() -> Protection:
 
 
 def _seen() -> Path:
-    """Remembers what worked since this machine, or container, was started."""
+    """Remembers what worked on this machine."""
     root = Path(os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray").expanduser()
+    return root / "sandbox" / machine()
+
+
+def machine() -> str:
+    """Names this machine, or container, until it is started anew."""
     boot = ""
     with contextlib.suppress(OSError):  # not every kernel has it (gVisor's)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # Numbers of namespaces are given again, and a cache may be shared by machines.
     began = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]
     place = f"{socket.gethostname()}-{os.readlink('/proc/self/ns/mnt')[5:-1]}-{began}"
-    return root / "sandbox" / f"{boot}-{place}"
+    return f"{boot}-{place}"
 
 
 def for_graders(wanted: Wanted) -> dict[str, str]:

@@ -3,6 +3,7 @@ says what it is told, and a shell script as harness."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -21,6 +22,7 @@ import ray
 import support
 from control_plane import Cluster
 from kubernetes import client
+from lossy import lossy
 from support import Running
 from swe import images
 from swe.attacks import ATTACKS
@@ -30,6 +32,9 @@ from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, Rollou
 from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
 from lightning_ray.rollouts.pods import manifest
+from lightning_ray.rollouts.pods.launcher import Launcher
+from lightning_ray.rollouts.pods.manifest import Room
+from lightning_ray.rollouts.pods.template import Names
 from lightning_ray.tasks.swe import examination, offline, sources
 from lightning_ray.tasks.swe.evidence import Verdict
 
@@ -75,6 +80,9 @@ if task == "noise":
     print("x" * (3 << 20))
 if task == "fill":
     pathlib.Path("big.bin").write_bytes(bytes(4 << 20))
+if task == "overfill":
+    pathlib.Path("big.bin").write_bytes(bytes(40 << 20))
+    time.sleep(600)
 sys.exit(3 if task == "fail" else 0)
 """
 
@@ -230,8 +238,11 @@ class Site:
         return list(self.cluster.core.list_namespaced_pod("default").items)
 
     def stop(self) -> None:
+        if self.controller is None:
+            return
         ray.get(self.controller.shutdown.remote())
         ray.kill(self.controller)
+        self.controller = None
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +358,10 @@ def template(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
 
 def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, template) -> None:
     here = site(
-        f"kubernetes.template={template}", "rollout.timeout_s=12", "kubernetes.start_timeout_s=20"
+        f"kubernetes.template={template}",
+        "rollout.timeout_s=12",
+        "rollout.disk_mib=32",
+        "kubernetes.start_timeout_s=20",
     )
     asked = {
         # by what the harness does
@@ -355,6 +369,7 @@ def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, template) -> Non
         "silent": (("silent", "python"), Outcome.LAUNCH_FAULT, "0 model calls"),
         "noise": (("noise", "python"), Outcome.OUTPUT_LIMIT, "output"),
         "fill": (("fill", "python"), Outcome.OUTPUT_LIMIT, "larger than 1048576 bytes"),
+        "full": (("overfill", "python"), Outcome.OUTPUT_LIMIT, "exceeds the limit"),
         "sleep": (("sleep", "python"), Outcome.TIMEOUT, "time"),
         "oom": (("work", "oom"), Outcome.OUT_OF_MEMORY, "OOMKilled"),
         # by what happens to it
@@ -362,7 +377,6 @@ def test_each_fault_of_a_pod_is_the_outcome_that_it_means(site, template) -> Non
         "invalid": (("work", "invalid::"), Outcome.LAUNCH_FAULT, "InvalidImageName"),
         "unset": (("work", "python"), Outcome.LAUNCH_FAULT, "secret 'unknown' not found"),
         "evicted": (("work", "evict"), Outcome.NODE_LOST, "low on resource"),
-        "full": (("work", "overfill"), Outcome.OUTPUT_LIMIT, "exceeds the limit"),
         "nowhere": (("work", "python"), Outcome.LAUNCH_FAULT, "Unschedulable"),
     }
     for name, ((task, image), _, _) in asked.items():
@@ -480,6 +494,64 @@ def test_the_api_server_dies_and_nothing_is_lost(site, flags) -> None:
     assert all(one.reward and one.reward.solved for one in ended.values())
     assert [here.calls(spec) for spec in [*specs, *late]] == [2, 2, 2, 2, 1, 1]
     assert ray.get(here.controller.status.remote()).trouble == ""
+
+
+def test_an_answer_that_is_lost_makes_no_second_job(site, cluster) -> None:
+    """What was made is found by the conflict (409) with the next try."""
+
+    def scheduled() -> set[str]:
+        events = cluster.core.list_namespaced_event("default").items
+        return {e.involved_object.name for e in events if e.reason == "Scheduled"}
+
+    before = scheduled()
+    with lossy(cluster.kubeconfig(), "jobs", "secrets") as (kubeconfig, made):
+        here = site(f"kubernetes.kubeconfig={kubeconfig}")
+        ended = here.one("work")
+        assert ended.outcome is Outcome.COMPLETED, ended
+        assert ended.reward is not None and ended.reward.solved
+        assert len(ray.get(here.running.store.calls.remote(ended.attempt_id))) == 1
+        # The harness's Job and that of its grader, and what was asked for twice.
+        assert made["jobs"] > 2 and made["secrets"] > 2
+        assert len(scheduled() - before) == 2, scheduled() - before
+        here.stop()
+
+
+def test_what_owns_the_controllers_pod_owns_its_jobs_and_takes_them_with_it(
+    cluster, monkeypatch
+) -> None:
+    """As a RayCluster owns its head. A ConfigMap stands for it."""
+    core = cluster.core
+    owner = core.create_namespaced_config_map("default", {"metadata": {"name": "owner"}})
+    named = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": owner.metadata.uid}
+    head = {"name": "head", "ownerReferences": [{**named, "controller": True}]}
+    container = {"name": "c", "image": "python", "command": ["sleep", "600"]}
+    core.create_namespaced_pod("default", {"metadata": head, "spec": {"containers": [container]}})
+    # As in that pod.
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    monkeypatch.setenv("HOSTNAME", "head")
+    settings = [f"kubernetes.kubeconfig={cluster.kubeconfig()}", "kubernetes.image=python"]
+    config = load(None, ["rollout.launcher=kubernetes", *settings])
+
+    def jobs() -> list[Any]:
+        return list(cluster.batch.list_namespaced_job("default").items)
+
+    async def make() -> None:
+        launcher = Launcher(config, "owned")
+        launcher.start()
+        room = Room("r", "http://127.0.0.1:9", "key", manifest.AGENT, 60)
+        names = Names("r", "r", "g", "train", "http://127.0.0.1:9")
+        running = asyncio.ensure_future(launcher.run(Task("t", "work", {}), room, names))
+        while not jobs():
+            await asyncio.sleep(0.1)
+        running.cancel()
+
+    asyncio.run(make())
+    [job] = jobs()
+    assert [one.uid for one in job.metadata.owner_references] == [owner.metadata.uid]
+    core.delete_namespaced_config_map("owner", "default")
+    cluster.until(lambda: not jobs())
+    pods = f"job-name={job.metadata.name}"
+    cluster.until(lambda: not core.list_namespaced_pod("default", label_selector=pods).items)
 
 
 def test_a_controller_that_starts_again_adopts_its_jobs(site, flags) -> None:

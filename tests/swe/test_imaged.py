@@ -3,6 +3,7 @@ The image is a folder here, and the program of a pod a process; tests/kubernetes
 
 from __future__ import annotations
 
+import ast
 import base64
 import itertools
 import json
@@ -15,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from images import BROKEN, CLEAN, ROWS, git, image, task
+from images import BROKEN, CLEAN, ROWS, TESTS, git, image, task
 from rooms import carried_out, run_pod
 
+from lightning_ray import canary
 from lightning_ray.config import load
 from lightning_ray.records import Json, Outcome, Reward, Split
 from lightning_ray.rollouts.grading import Episode, RoomRun
@@ -202,20 +204,81 @@ def test_who_forges_reports_but_does_not_know_the_twins_is_not_solved(site, scri
 @pytest.mark.parametrize("form", ["swe-smith"])
 def test_every_run_is_laid_out_by_the_same_steps(site, monkeypatch):
     """What a run could see of the others' orders, but for what tests hold."""
-    seen, honest = [], carried_out
+    seen, left, honest = [], [], carried_out
 
     def spy(order, folder):
         told = json.loads(base64.b64decode(order.binary["layout.json"]))
         canary = order.note["canary"]
         files = [path for path in told["files"] if path != canary]
         seen.append((order.note["kind"], files, list(told["fresh"]), len(order.binary)))
-        return honest(order, folder)
+        report = honest(order, folder)
+        left.append((site.testbed / "tests/test_add.py").read_text())
+        return report
 
     monkeypatch.setattr("test_imaged.carried_out", spy)
     assert site.graded({"files": {"calc/core.py": CLEAN}, "refused": []}).solved
     ours = {(tuple(f), tuple(t), n) for kind, f, t, n in seen if kind in ("as it is", "mixed")}
     assert len(ours) == 1
     assert all(fresh == ["tests/test_add.py"] for _, _, fresh, _ in seen)
+    original = TESTS["tests/test_add.py"]
+    mark = canary.below("", "tests", "calc.1")
+    assert left[0] == original + mark and len({*left}) > 1
+    # A twin differs in a token of the same length.
+    assert {(len(text), text.count(mark), text.endswith(mark)) for text in left} == {
+        (len(left[0]), 1, True)
+    }
+
+
+CANARY = canary.below("", "tests", "calc.1").encode()
+FILES = {
+    "ends.py": b"x = 1\n",
+    "does_not_end.py": b"x = 1",
+    "empty.py": b"",
+    "windows.py": b"x = 1\r\n",
+    "has_it.py": b"x = 1\n" + CANARY,
+    "other.txt": b">>> 1\n1\n",
+}
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["texts of ours", "texts of the image"])
+def test_hidden_files_get_one_canary_below_their_end_that_changes_nothing(tmp_path, given):
+    for path, text in FILES.items():
+        (tmp_path / path).write_bytes(b"another one" if given else text)
+    fresh = {p: base64.b64encode(text).decode() if given else None for p, text in FILES.items()}
+    told = {"diffs": [], "files": {}, "fresh": {**fresh, "missing.py": None}, "alone": []}
+    told |= {"history": None, "canary": CANARY.decode()}
+    for _ in range(2):  # what comes back from a room is laid out in another one
+        git(tmp_path, "init", "-q")
+        program = [sys.executable, "-c", Path(layout.__file__).read_text()]
+        subprocess.run(program, cwd=tmp_path, input=json.dumps(told), text=True, check=True)
+        after = {path: (tmp_path / path).read_bytes() for path in FILES}
+        assert after.pop("other.txt") == FILES["other.txt"]
+        assert not (tmp_path / "missing.py").exists()
+        for path, text in after.items():
+            assert canary.seen(text.decode()) == canary.seen(CANARY.decode())
+            assert text.startswith(FILES[path]) and text.endswith(b"\n" * (text != CANARY) + CANARY)
+            trees = [ast.dump(ast.parse(t), include_attributes=True) for t in (text, FILES[path])]
+            assert trees[0] == trees[1]
+            told["fresh"][path] = base64.b64encode(text).decode()
+
+
+@pytest.mark.parametrize("form", ["swe-smith"])
+@pytest.mark.parametrize("place", ["tests", "git", "gold"])
+def test_a_reply_with_a_canary_of_an_images_task_voids_its_rollout(site, place):
+    """Wherever it was read: in a pod that grades, among the agent's objects, in the stored task."""
+    found, here = site.attempt("true")
+    if place == "tests":
+        assert not site.graded(found).solved
+        text = (site.testbed / "tests/test_add.py").read_text()
+    elif place == "git":
+        text = git(here, "cat-file", "--batch-all-objects", "--batch")
+    else:
+        text = site.task.fields["patch"]
+    [told] = canary.seen(text)
+    assert f"lrcanary-{place}-" in told
+    episode = replace(EPISODE, texts=("fine", f"There it is: {text}"))
+    with pytest.raises(GradingError, match=f"the reply of call 1 of .* holds a canary .{told}"):
+        family.rooms(site.task, found, episode, [])
 
 
 @pytest.mark.slow

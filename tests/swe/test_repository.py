@@ -21,7 +21,9 @@ from lightning_ray.tasks.swe import (
     evidence,
     examination,
     making,
+    measure,
     offline,
+    protection,
     runtime,
     sources,
     traces,
@@ -31,6 +33,7 @@ from lightning_ray.tasks.swe import (
 from lightning_ray.tasks.swe import repository as family
 from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict
 from lightning_ray.tasks.swe.grading import GradingError
+from lightning_ray.tasks.swe.preparation import local
 from lightning_ray.tasks.swe.record import RepositoryTask
 
 EVERY = offline.records()
@@ -147,7 +150,7 @@ def test_code_under_test_sees_nothing_that_was_not_read_before_its_run(tmp_path)
     room, scratch = tmp_path / "room", tmp_path / "room" / "scratch"
     scratch.mkdir(parents=True)
     (scratch / "junit.xml").touch()
-    argv = family.protection().prefix(room, scratch)
+    argv = protection.protection().prefix(room, scratch)
     env = {"HOME": str(scratch)}
     subprocess.run([*argv, offline.suite(SMALL[0]).python, "-c", SEES], env=env, check=True)
     away = {str(path) for path in runtime.hidden()}
@@ -263,6 +266,99 @@ def test_a_repair_that_breaks_something_else_is_unsolved():
     judgement = family.judge(record, {path: broken}, counted=True)
     assert judgement.verdict is Verdict.UNSOLVED
     assert judgement.fail_to_pass == len(record.fail_to_pass)
+
+
+def test_a_machine_on_which_the_package_itself_fails_a_test_judges_no_failure(monkeypatch):
+    """Who measured the suite elsewhere saw a test pass that cannot pass here."""
+    real, gone = offline.suite, "tests/test_parse.py::test_gone"
+
+    def measured(record: RepositoryTask, python: str | None = None) -> Suite:
+        suite = real(record, python)
+        return replace(suite, pass_to_pass=suite.pass_to_pass | {gone})
+
+    monkeypatch.setattr(offline, "suite", measured)
+    for changes in ({}, repair(SMALL[0])):
+        with pytest.raises(GradingError, match=f"parse as it came is unsolved .*{gone}"):
+            family.judge(SMALL[0], changes)
+
+
+def test_that_a_machine_can_judge_a_package_is_shown_once(monkeypatch):
+    package, runs, real = sources.packages()["parse"], [], cleanroom.run
+
+    def counted(*argv: object, **how: object) -> Report:
+        runs.append(how["protection"])
+        return real(*argv, **how)
+
+    monkeypatch.setattr(cleanroom, "run", counted)
+    monkeypatch.setattr(sandbox, "machine", lambda: f"another one {os.getpid()}")
+    suite = offline.suite(SMALL[0])
+    for _ in range(3):
+        protection.vouch(package, suite)
+    assert len(runs) == 1 and runs[0] != cleanroom.UNPROTECTED
+    shown = sources.cache() / "rooms" / protection._digest(package, suite)
+    shown.unlink()
+    other = replace(suite, pass_to_pass=suite.pass_to_pass - {min(suite.pass_to_pass)})
+    assert protection._digest(package, other) != shown.name
+
+
+LOOKS = """
+import os
+import a
+
+def test_one():
+    assert a.x == 1
+
+def test_sees_this_machine():
+    assert os.path.exists("/usr/bin/env")
+"""
+
+
+@pytest.mark.skipif(sandbox.protection().bubblewrap is None, reason="there is no bubblewrap")
+def test_a_test_that_a_room_keeps_from_passing_is_measured_so(monkeypatch):
+    tree = {"a.py": b"x = 1\n", "test_a.py": LOOKS.encode()}
+    python = str(sources.environment() / "bin" / "python")
+    suite = Suite(python, ("test_a.py",), frozenset(), frozenset())
+    one, sees = "test_a.py::test_one", "test_a.py::test_sees_this_machine"
+    assert cleanroom.run(tree, suite).outcomes == {one: "passed", sees: "passed"}
+    monkeypatch.setattr(measure, "TWIN_RUNS", 1)
+    monkeypatch.setattr(measure, "MIXED_RUNS", 1)
+    found = measure.reference(tree, suite, lambda line: None, protection.protection())
+    assert (found["stable"], found["others"]) == ([one], [sees])
+
+
+def test_whoever_measures_tests_of_a_package_does_it_in_the_room_that_judges(monkeypatch):
+    asked = []
+
+    def run(*argv: object, protection: cleanroom.Protection, **how: object) -> Report:
+        asked.append(protection)
+        raise cleanroom.RoomFault("not here")
+
+    monkeypatch.setattr(cleanroom, "run", run)
+    record, package = SMALL[0], sources.packages()["parse"]
+    suite = making.suite_of(package, offline.suites()["parse"])
+    bug = making.Bug("s", "d", "e", record.bug_patch)
+    for measures in (
+        lambda: making.reference(package, print),
+        lambda: making.judge(package, suite, bug),
+        lambda: local.Local().run(record, fixed=True, seed=0),
+        lambda: protection.vouch(package, replace(suite, targets=("other",))),
+        lambda: family.judge(record, {}),
+    ):
+        with pytest.raises((cleanroom.RoomFault, GradingError)):
+            measures()
+    names = [room.passed.__module__ for room in asked]
+    assert names == [protection.__name__] * 5
+
+
+def test_who_measures_without_a_sandbox_is_told(monkeypatch, capsys, tmp_path):
+    nothing = sandbox.Protection(None, False, ("bubblewrap is not installed",))
+    assert sandbox.protection().bubblewrap is None or protection.missing() == ""
+    monkeypatch.setattr(sandbox, "protection", lambda: nothing)
+    said = []
+    making.make([], tmp_path, said.append)
+    local.Local()
+    told = "measured without a sandbox (bubblewrap is not installed)"
+    assert told in said[0] and told in capsys.readouterr().err
 
 
 def test_a_room_that_cannot_be_had_is_a_fault_and_no_verdict(monkeypatch):

@@ -341,6 +341,17 @@ def test_binary_files_reach_a_room_and_files_come_back(tmp_path):
     report = carried_out(order, tmp_path / "room")
     assert (report.status, report.tail.strip()) == (0, repr(b"\xff\x00"))
     assert report.files == {"left.txt": "back"}
+    assert report.too_large == ["big"]
+
+
+@pytest.mark.parametrize(("code", "ends"), [("print('x' * 501)", True), ("print('x')", False)])
+def test_what_ends_a_run_for_its_size_is_told(tmp_path, code, ends):
+    order = RoomOrder(
+        files={}, argv=["{python}", "-c", f"{code}; import time; time.sleep({5 * ends})"], env={},
+        say="", timeout_s=10, most_bytes=500,
+    )  # fmt: skip
+    report = carried_out(order, tmp_path / "room")
+    assert (report.status, report.too_large) == ((None, ["output"]) if ends else (0, []))
 
 
 def test_a_signal_is_no_exit_status(tmp_path):

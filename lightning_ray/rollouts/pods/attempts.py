@@ -291,10 +291,10 @@ class Pods:
     async def _ended(self, attempt: Attempt, end: End) -> AttemptResult:
         """The result of an attempt whose pod has ended: its log is kept, its workspace read."""
         config, attempt_id = self._config, attempt.attempt_id
+        folder = config.run_dir / "rollouts" / attempt_id  # the grader writes there, too
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         log = await self._launcher.log(attempt_id, config.rollout.output_mib << 20)
         if log is not None:
-            folder = config.run_dir / "rollouts" / attempt_id
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (folder / "harness.log").write_bytes(log)
         outcome, detail, read = end.outcome, end.detail, None
         sent = await self._store.room_result.remote(attempt_id)

@@ -190,15 +190,17 @@ def run_room(order: Order, request: Request, key: str) -> Facts:
     report = {name: facts[name] for name in ("ended_by", "status", "tail", "seconds")}
     report["said"] = base64.b64encode(facts["said"]).decode()
     room = order["result_bytes"] - len(report["said"]) - MOST_ABOUT_REPORT
-    report["files"] = left(workspace, order["bring"], order["output_bytes"], room)
+    report["files"], large = left(workspace, order["bring"], order["output_bytes"], room)
+    report["too_large"] = large + ["output"] * (facts["ended_by"] == "output")
     request("result", json.dumps(report).encode())
     return facts
 
 
-def left(root: str, paths: list[str], most: int, room: int) -> dict[str, str]:
+def left(root: str, paths: list[str], most: int, room: int) -> tuple[dict[str, str], list[str]]:
     """Those of `paths` that are files, of at most `most` bytes, in base64, as far as there is
-    `room` for it: whoever ran may have left anything."""
+    `room` for it, and which ones are larger: whoever ran may have left anything."""
     found: dict[str, str] = {}
+    large: list[str] = []
     for path in paths:
         folder, name = os.path.split(os.path.join(os.path.realpath(root), path))
         if os.path.realpath(folder) != folder:
@@ -210,10 +212,14 @@ def left(root: str, paths: list[str], most: int, room: int) -> dict[str, str]:
             with open(opened, "rb") as file:
                 content = file.read(most + 1) if stat.S_ISREG(os.fstat(opened).st_mode) else None
                 text = base64.b64encode(content or b"").decode()
-                if content is not None and len(content) <= most and len(text) <= room:
-                    found[path] = text
-                    room -= len(text)
-    return found
+                if content is None:
+                    continue
+                if len(content) > most or len(text) > room:
+                    large.append(path)
+                    continue
+                found[path] = text
+                room -= len(text)
+    return found, large
 
 
 # -- any program ----------------------------------------------------------------------------------

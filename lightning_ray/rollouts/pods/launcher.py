@@ -161,12 +161,17 @@ class Launcher:
             await asyncio.sleep(_TICK_S / 5)
 
     async def log(self, room: str, most_bytes: int) -> bytes | None:
-        """What the pod wrote; None if nobody knows any more."""
+        """What the pod wrote; None if nobody knows any more, or nobody says it in a few tries."""
         pod = self._reconciler.pod_of(self._name(room))
         if pod is None:
             return None
-        with contextlib.suppress(ApiException, *OUTAGE):
-            return await self._in_thread(lambda: self._api.log(*pod, most_bytes))
+        for again_s in (1.0, 3.0, None):
+            try:
+                return await self._in_thread(lambda: self._api.log(*pod, most_bytes))
+            except (ApiException, *OUTAGE) as error:
+                if getattr(error, "status", None) in (403, 404) or again_s is None:
+                    break
+                await asyncio.sleep(again_s)
         return None
 
     @property

@@ -39,10 +39,29 @@ VENV_LINK = f"{places.ROOT}/site-packages"
 # The command of the container: fetches our files with the order. `request` is used by them too; it
 # is patient, since the gateway may be starting again, and a new pod's first look-ups can fail. Only
 # the gateway's own words are a refusal: while it is away, the proxy in front of it knows no such
-# path.
+# path. What runs here may be root, and change what names mean and whom to trust: certificates are
+# read before, and what the gateway's name meant then is tried, too, and first in every other turn.
 BOOTSTRAP = """
-import http.client, json, os, time, urllib.request
+import http.client, json, os, socket, time, urllib.parse, urllib.request
 url, key, pod = (os.environ.pop("LIGHTNING_RAY_" + name) for name in ("URL", "KEY", "POD"))
+host, look_up, before = urllib.parse.urlsplit(url).hostname, socket.getaddrinfo, []
+def addresses(asked, *more, **named):
+    try:
+        now = look_up(asked, *more, **named)
+    except OSError:
+        if asked != host or not before:
+            raise
+        now = []
+    if asked != host:
+        return now
+    before.extend(() if before else now)
+    return list(dict.fromkeys(now + before if turns[0] % 2 else before + now))
+socket.getaddrinfo, turns = addresses, [0]
+handlers = [urllib.request.ProxyHandler({})]
+if url.startswith("https:"):
+    import ssl
+    handlers.append(urllib.request.HTTPSHandler(context=ssl.create_default_context()))
+opener = urllib.request.build_opener(*handlers)
 def refused(error):
     try:
         said = json.loads(error.read(65536))["error"]["type"]
@@ -53,8 +72,8 @@ def request(name, body=None):
     headers = {"Authorization": "Bearer " + key, "X-Lightning-Ray-Pod": pod}
     method = "GET" if body is None else "PUT"
     call = urllib.request.Request(url + "/files/" + name, body, headers, method=method)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for turn in range(60):
+        turns[0] = turn
         try:
             return opener.open(call, timeout=120).read()
         except (OSError, http.client.HTTPException) as error:

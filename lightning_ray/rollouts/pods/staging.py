@@ -303,6 +303,7 @@ def room_report(result: bytes) -> RoomReport:
             overran=told["ended_by"] in ("memory", "disk"),
             files=texts,
             seconds=float(told["seconds"]),
+            too_large=[*map(str, told["too_large"])],
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the pod's report cannot be read: {error}") from error

@@ -75,7 +75,8 @@ class Suite:
 @dataclass(frozen=True)
 class Report:
     """What one run says of itself, and what the outside saw of it. `exit_status` None: killed at
-    the time limit."""
+    the time limit. `too_large` says what of it came back for that reason not, so that nothing of it
+    is known."""
 
     exit_status: int | None
     outcomes: Mapping[str, str] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class Report:
     evidence: tuple[str, ...] = ()  # contradictions between the witnesses
     seconds: float = 0.0
     cpu_seconds: float = 0.0  # as the process itself says
+    too_large: str = ""
 
     def passed(self, test_id: str) -> bool:
         return self.outcomes.get(test_id) == "passed"
@@ -112,6 +114,8 @@ def weigh(
     """What one run amounts to, when the tests of `mask` were twins."""
     if report.evidence:
         return Verdict.TAMPERED, report.evidence
+    if report.too_large:
+        return Verdict.UNSOLVED, (report.too_large,)
     if report.exit_status is None:
         return Verdict.UNSOLVED, (f"still running after {suite.timeout_s:g} s",)
     if not report.outcomes:

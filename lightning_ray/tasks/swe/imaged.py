@@ -44,6 +44,9 @@ COMMIT = {  # the same in every rollout, and nothing of the operator's configura
 MESSAGE = "The repository as it is"
 _OF_CHANGE = (Kind.AS_IT_IS, Kind.MIXED)  # runs with the agent's files
 _OF_REFERENCE = (Kind.REFERENCE, Kind.MEASURE, Kind.CONTROL)
+# What of a run without the agent's files is too large would be so of a repair, too. (Of changes to
+# tests there are others.)
+_TELLS_SIZE = (Kind.KNOWN_BAD, Kind.REFERENCE, Kind.CONTROL)
 
 Changes = Mapping[str, str | None]
 
@@ -115,20 +118,23 @@ def advance(
     runs: Sequence[RoomRun],
     *,
     require_twins: bool = True,
+    most_bytes: int = remote.MAX_REPORT_BYTES,
     rng: random.Random | None = None,
 ) -> Judgement | list[RoomOrder]:
     """The verdict on `changes` after `runs`, or what is to be run for one, as
     `examination.wanted`. Which twins correct code fails is measured here, with the reference
     solution, by the first verdict of a task on this machine that needs it; and each mixed run has a
-    control, the reference solution under the same changes to the tests.
+    control, the reference solution under the same changes to the tests. `most_bytes` of a report
+    come back.
 
     Raises:
         RoomFault: tests did not start, or this image cannot judge: the bug alone is not unsolved,
-            or the reference solution not solved.
+            or the reference solution not solved, or the reports of either are too large.
         RecordError, PatchError: the row cannot be judged here.
     """
     check(record)
-    verdict = _Examination(record, judged_by, changes, require_twins, rng or random.SystemRandom())
+    rng = rng or random.SystemRandom()
+    verdict = _Examination(record, judged_by, changes, require_twins, most_bytes, rng)
     return verdict.after(runs)
 
 
@@ -149,10 +155,11 @@ class _Examination:
         judged_by: Suite,
         changes: Changes,
         require_twins: bool,
+        most_bytes: int,
         rng: random.Random,
     ) -> None:
         self._record, self._suite, self._changes = record, judged_by, changes
-        self._require_twins, self._rng = require_twins, rng
+        self._require_twins, self._most_bytes, self._rng = require_twins, most_bytes, rng
         self._hidden = {judged_by.function(test) for test in judged_by.fail_to_pass}
         self._memory = known.Memory(record, judged_by)
         self._known = self._memory.load()
@@ -163,7 +170,7 @@ class _Examination:
         done = [self._read(run) for run in runs]
         if len(runs) == 1 and self._known is None and not self._merely_unsolved(done[0]):
             return [self._order(Trial(kind)) for kind in (Kind.KNOWN_BAD, Kind.REFERENCE)]
-        if len(runs) == 1 and not done[0].started:
+        if len(runs) == 1 and (not done[0].started or done[0].report.too_large):
             return [self._order(Trial(Kind.KNOWN_BAD))]  # is it the room, or the change?
         if self._known is None:
             self._known = self._learn(done) if len(runs) > 1 else known.nothing(self._suite)
@@ -205,6 +212,13 @@ class _Examination:
             if trial.kind not in _OF_CHANGE:
                 raise
             return _Run(trial, Report(run.report.status), {}, started=False)
+        if report.too_large and trial.kind in _TELLS_SIZE:
+            now = self._most_bytes >> 20
+            raise RoomFault(
+                f"the {trial.kind} state cannot be judged: {report.too_large}; set "
+                f"task.grader_options.report_mib above {now}, and gateway.max_body_mib to four "
+                "times as much or more"
+            )
         if self._known:
             report = self._known.settled(report)
         return _Run(trial, report, run.report.files)
@@ -224,8 +238,7 @@ class _Examination:
                 raise RoomFault(
                     f"the {run.trial.kind} state is {is_now} here{said}: this image cannot judge it"
                 )
-        self._memory.save(found)
-        return found
+        return self._memory.save(found)
 
     def _judge(
         self, done: Sequence[_Run]
@@ -241,10 +254,10 @@ class _Examination:
             measured = [run for run in done if run.trial.kind is Kind.MEASURE]
             if not measured and (orders := self._measuring()):
                 return orders
-            self._known = self._known.with_sharp(
+            found = self._known.with_sharp(
                 [(run.trial.mask, run.report) for run in measured], self._suite
             )
-            self._memory.save(self._known)
+            self._known = self._memory.save(found)
         sharp = self._known.sharp or {}
         if not self._hidden & sharp.keys():
             if not self._require_twins:
@@ -321,7 +334,7 @@ class _Examination:
 
     def _order(self, trial: Trial, edits: Mapping[str, known.Edit] | None = None) -> RoomOrder:
         """The order for one run of the tests. Every one lays out the same files by the same
-        steps; those with hidden tests are written anew whatever they hold."""
+        steps; those with hidden tests are written anew whatever they hold, with a canary below."""
         record, smith = self._record, self._record.format is Format.SWE_SMITH
         diffs = [record.bug_patch if smith else record.test_patch]
         if trial.kind in _OF_REFERENCE:
@@ -340,6 +353,8 @@ class _Examination:
             tests,
             self._suite,
             test_seconds=TEST_S,
+            canary=canary.below("", "tests", record.instance_id),
+            most_bytes=self._most_bytes,
         )
         if trial.kind is not Kind.REFERENCE:
             return order

@@ -3,10 +3,12 @@
 `learnt` reads it from a run of the reference solution: which tests pass there, and the texts of the
 hidden ones. `round` offers changes to these, of which runs of the reference solution then tell the
 sharp ones, which it fails (`with_sharp`). `Memory` keeps it in the operator's cache, by everything
-that decides it: a task is measured once per machine.
+that decides it: a task is measured once per machine, or by each of several verdicts that begin at
+the same time.
 
 Invariants: only runs without any file of an agent are learnt from; what cannot be read again is
-measured again.
+measured again; what several verdicts learnt is put together (`and_of`), with nothing lost and the
+same result in whichever order they come.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import filelock
 
 from lightning_ray.tasks.swe import sources, twins, witness
 from lightning_ray.tasks.swe.evidence import Report, Suite
@@ -49,6 +52,22 @@ class Known:
             for test, outcome in report.outcomes.items()
         }
         return replace(report, outcomes=agreed)
+
+    def and_of(self, other: Known) -> Known:
+        """What both say: tests that passed in the same way both times, and each change that the
+        reference solution was seen to fail (whether it still does, a verdict's controls tell)."""
+        unsteady = self.xfailed ^ other.xfailed
+        texts = {p: text for p, text in sorted(self.texts.items()) if other.texts.get(p) == text}
+        found = [sharp for sharp in (self.sharp, other.sharp) if sharp is not None]
+        names = sorted({name for sharp in found for name in sharp if _file(name) in texts})
+        return Known(
+            (self.passing & other.passing) - unsteady,
+            self.xfailed & other.xfailed,
+            texts,
+            {n: sorted({e for sharp in found for e in sharp.get(n, ())}) for n in names}
+            if found
+            else None,
+        )
 
     @functools.cached_property
     def _offered(self) -> dict[str, list[Edit]]:
@@ -87,10 +106,14 @@ def learnt(reference: Report, suite: Suite, files: Mapping[str, str]) -> Known:
         test for test in suite.pass_to_pass if reference.outcomes.get(test) == _XFAILED
     )
     passing = frozenset(test for test in suite.pass_to_pass if reference.passed(test)) | xfailed
-    hidden = {test.partition("::")[0] for test in suite.fail_to_pass}
+    hidden = set(map(_file, suite.fail_to_pass))
     # What is not UTF-8 came back with other characters, which would be changes too.
     texts = {path: files[path] for path in sorted(hidden & files.keys()) if "�" not in files[path]}
     return Known(passing, xfailed, texts)
+
+
+def _file(name: str) -> str:
+    return name.partition("::")[0]
 
 
 def _functions(text: str) -> list[str]:
@@ -127,12 +150,15 @@ class Memory:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def save(self, known: Known) -> None:
-        """Where it cannot be kept, the next verdict measures again."""
-        tree = asdict(known)
-        tree |= {name: sorted(getattr(known, name)) for name in ("passing", "xfailed")}
-        partial = self._path.with_suffix(f".{os.getpid()}")
+    def save(self, known: Known) -> Known:
+        """Adds to what other verdicts have found; returns what is known then. Where it cannot be
+        kept, the next verdict measures again."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial.write_text(json.dumps(tree))
-            partial.rename(self._path)
+            with filelock.FileLock(f"{self._path}.lock"):
+                there = self.load()
+                known = known.and_of(there) if there else known
+                tree = asdict(known)
+                tree |= {name: sorted(getattr(known, name)) for name in ("passing", "xfailed")}
+                sources.keep(self._path, json.dumps(tree))
+        return known

@@ -2,9 +2,10 @@
 the tests.
 
 Reads one JSON object: `diffs` to apply, `files` to write then (base64; null removes one), `fresh`
-files to write last (null: with what they have), and `history`: null, or what the one commit of a
-new history says. `alone` are files of which no copy may lie elsewhere. In a room it goes on as the
-program `then` beside it, which runs the tests.
+files to write last (null: with what they have), `canary`, a comment below the end of each of these
+that is Python, and `history`: null, or what the one commit of a new history says. `alone` are files
+of which no copy may lie elsewhere. In a room it goes on as the program `then` beside it, which runs
+the tests.
 
 Invariants: afterwards nothing of what it read is on disk but the result, and no older state of the
 repository is there, neither in a history nor compiled; in a room no file is newer than another;
@@ -114,6 +115,14 @@ def write(path: str, content: bytes | None) -> None:
         os.chmod(path, mode)
 
 
+def marked(path: str, text: bytes, canary: bytes) -> bytes:
+    """A file with a canary as its last line, if it is one of Python: no other line has another
+    number. One that has it already, since it was read in a room, gets no second."""
+    if not path.endswith(".py") or text.endswith(canary):
+        return text
+    return text + b"\n" * (text[-1:] not in (b"", b"\n")) + canary
+
+
 def level() -> None:
     """Makes no file newer than another: else tests could be told from their twins."""
     for folder, _, files in os.walk("."):
@@ -162,9 +171,10 @@ def main(order: Mapping[str, Any]) -> None:
             with contextlib.suppress(FileNotFoundError):
                 if content is None:
                     with open(path, "rb") as file:
-                        write(path, file.read())
+                        text = file.read()
                 else:
-                    write(path, base64.b64decode(content))
+                    text = base64.b64decode(content)
+                write(path, marked(path, text, order.get("canary", "").encode()))
     except OSError:
         if len(sys.argv) == 1:
             raise

@@ -31,7 +31,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ray.records import Json, Split
-from lightning_ray.tasks.swe import cleanroom, measure, patches, smith_environment, sources, traces
+from lightning_ray.tasks.swe import (
+    cleanroom,
+    measure,
+    patches,
+    protection,
+    smith_environment,
+    sources,
+    traces,
+)
 from lightning_ray.tasks.swe.evidence import Suite, Tree
 from lightning_ray.tasks.swe.measure import SEED, WORKERS
 from lightning_ray.tasks.swe.sources import Package
@@ -73,6 +81,8 @@ def make(names: Iterable[str], work: Path, say: Say) -> tuple[Json, list[Json]]:
     """The suites of the packages, and the rows of the tasks; both also land in `work`."""
     suites: Json = {}
     rows: list[Json] = []
+    if lack := protection.missing():
+        say(lack)
     for name in names:
         package = sources.packages()[name]
         folder = work / name
@@ -93,9 +103,7 @@ def make(names: Iterable[str], work: Path, say: Say) -> tuple[Json, list[Json]]:
 
 def _once(path: Path, make: Callable[[], object]) -> Any:
     if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(make(), ensure_ascii=False))
-        partial.rename(path)
+        sources.keep(path, json.dumps(make(), ensure_ascii=False))
     return json.loads(path.read_text())
 
 
@@ -124,6 +132,7 @@ def reference(package: Package, say: Say) -> Json:
         sources.tree(package.name),
         suite_of(package, {}),
         lambda line: say(f"{package.name}: {line}"),
+        protection.protection(),
     )
 
 
@@ -226,7 +235,8 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
         raise Dropped("a failing test has no twins")
     if failed != _failing(broken, suite, hash_seed=5, shuffle=5):
         raise Dropped("flaky")
-    alike = traces.alike(broken, suite, {suite.function(test) for test in failed})
+    functions = {suite.function(test) for test in failed}
+    alike = traces.alike(broken, suite, functions, protection.protection())
     if not alike:
         raise Dropped("twins fail otherwise than tests")
     return {
@@ -241,7 +251,8 @@ def judge(package: Package, suite: Suite, bug: Bug) -> Json:
 
 
 def _failing(tree: Tree, suite: Suite, hash_seed: int, shuffle: int | None) -> list[str]:
-    report = cleanroom.run(tree, suite, hash_seed=hash_seed, shuffle=shuffle)
+    room = protection.protection()
+    report = cleanroom.run(tree, suite, hash_seed=hash_seed, shuffle=shuffle, protection=room)
     if report.exit_status in (None, -signal.SIGXCPU, -signal.SIGKILL):
         raise Dropped("too slow")
     if not report.outcomes:

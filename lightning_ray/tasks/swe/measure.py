@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from lightning_ray.records import Json
 from lightning_ray.tasks.swe import cleanroom, twins
+from lightning_ray.tasks.swe.cleanroom import Protection
 from lightning_ray.tasks.swe.evidence import Report, Suite, Tree
 from lightning_ray.tasks.swe.traces import MIN_TWINS, TEST_SECONDS
 
@@ -33,16 +34,19 @@ WORKERS = 2
 Say = Callable[[str], None]
 
 
-def reference(tree: Tree, bare: Suite, say: Say) -> Json:
+def reference(
+    tree: Tree, bare: Suite, say: Say, protection: Protection = cleanroom.UNPROTECTED
+) -> Json:
     """`stable` (ids that always pass), `others` (the rest), `seconds` of a processor, `runs`, and
-    what `find_twins` finds. `bare` is a suite that expects nothing.
+    what `find_twins` finds. `bare` is a suite that expects nothing. `protection` is to be that
+    under which the tests will judge.
 
     Raises:
         RoomFault: the suite does not run.
     """
     orders = [None, *range(1, REFERENCE_RUNS)]
     runs = [
-        cleanroom.run(tree, bare, shuffle=order, hash_seed=seed)
+        cleanroom.run(tree, bare, shuffle=order, hash_seed=seed, protection=protection)
         for seed, order in enumerate(orders)
     ]
     for report in runs:
@@ -61,7 +65,7 @@ def reference(tree: Tree, bare: Suite, say: Say) -> Json:
         "stable": sorted(stable),
         "others": sorted(collected - stable),
         "owners": owners,
-        **find_twins(tree, suite, say),
+        **find_twins(tree, suite, say, protection),
         "runs": REFERENCE_RUNS,
         "seconds": round(seconds, 1),
     }
@@ -72,7 +76,7 @@ def addressable(test_id: str) -> bool:
     return test_id.isascii() and test_id.isprintable()
 
 
-def find_twins(tree: Tree, suite: Suite, say: Say) -> Json:
+def find_twins(tree: Tree, suite: Suite, say: Say, protection: Protection) -> Json:
     """`twins` (changes to the tests that must pass) and `touchy` (tests that do not always pass
     beside failing ones)."""
     functions = sorted({suite.function(test) for test in suite.pass_to_pass})
@@ -84,14 +88,16 @@ def find_twins(tree: Tree, suite: Suite, say: Say) -> Json:
             break
         single = replace(suite, twins={name: [edit] for name, edit in tried.items()})
         changed = cleanroom.with_twins(tree, single, frozenset(tried), random.Random(0))
-        how = functools.partial(cleanroom.run, changed, suite, test_seconds=TEST_SECONDS)
+        how = functools.partial(
+            cleanroom.run, changed, suite, test_seconds=TEST_SECONDS, protection=protection
+        )
         with ThreadPoolExecutor(WORKERS) as pool:
             runs = [pool.submit(how, hash_seed=seed) for seed in (0, 7)]
         failing = set(tried).intersection(*(_failed(suite, run.result()) for run in runs))
         for name in sorted(failing):
             kept.setdefault(name, []).append(tried[name])
     kept = {name: edits for name, edits in sorted(kept.items()) if len(edits) >= MIN_TWINS}
-    touchy, blunt = _mixed(tree, replace(suite, twins=kept))
+    touchy, blunt = _mixed(tree, replace(suite, twins=kept), protection)
     kept = {name: edits for name, edits in kept.items() if name not in touchy | blunt}
     say(f"{len(kept)} of {len(functions)} tests have twins; {len(touchy)} are touchy")
     return {"twins": kept, "touchy": sorted(touchy)}
@@ -106,7 +112,7 @@ def _next(edits: list[twins.Edit], kept: list[twins.Edit]) -> twins.Edit | None:
     return None
 
 
-def _mixed(tree: Tree, suite: Suite) -> tuple[set[str], set[str]]:
+def _mixed(tree: Tree, suite: Suite, protection: Protection) -> tuple[set[str], set[str]]:
     """Tests that fail beside twins of others, and those whose twins pass beside others."""
     rng = random.Random(SEED)
     touchy: set[str] = set()
@@ -114,7 +120,8 @@ def _mixed(tree: Tree, suite: Suite) -> tuple[set[str], set[str]]:
     for _ in range(MIXED_RUNS):
         half = frozenset(name for name in suite.twins if rng.random() < 0.5)
         for mask in (half, frozenset(suite.twins) - half):
-            report = cleanroom.run(cleanroom.with_twins(tree, suite, mask, rng), suite)
+            changed = cleanroom.with_twins(tree, suite, mask, rng)
+            report = cleanroom.run(changed, suite, protection=protection)
             missed = {test for test in suite.pass_to_pass if not report.passed(test)}
             touchy |= set(map(suite.function, missed)) - mask
             blunt |= mask - _failed(suite, report)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_ray.rollouts.grading import RoomOrder, RoomRun
@@ -29,8 +30,8 @@ from lightning_ray.tasks.swe.examination import (
     Trial,
 )
 
-# Of a report and of a JUnit file: tens of thousands of test ids. What comes back is up to four
-# times that, which `gateway.max_body_mib` must let through.
+# Of a JUnit file, and half of a report: some 20,000 test ids. What comes back is up to four times
+# that, which `gateway.max_body_mib` must let through.
 MAX_REPORT_BYTES = 4 << 20
 _KILLED = -9  # the status of a run that took more memory or disk than its pod has
 
@@ -48,11 +49,14 @@ def order_in_image(
     tests: Mapping[str, bytes | None],
     suite: Suite,
     test_seconds: float,
+    canary: str = "",
+    most_bytes: int = MAX_REPORT_BYTES,
 ) -> RoomOrder:
     """The order for a trial on the repository that the image has in `suite.repository`, with
-    `diffs` applied, then `changes` (None removes a file), then `tests` (None: as they are)."""
+    `diffs` applied, then `changes` (None removes a file), then `tests` (None: as they are), each
+    with the line `canary` at its end."""
     run = examination.given({}, suite, test_seconds=test_seconds)
-    canary = {run.canary: run.files.pop(f"{TREE}/{run.canary}")}
+    birds = {run.canary: run.files.pop(f"{TREE}/{run.canary}")}
 
     def coded(files: Mapping[str, bytes | None]) -> dict[str, str | None]:
         return {
@@ -63,15 +67,17 @@ def order_in_image(
     told = {
         "repository": suite.repository,
         "diffs": list(diffs),
-        "files": coded({**changes, **canary}),
+        "files": coded({**changes, **birds}),
         "fresh": coded(tests),
+        "canary": canary,
         "alone": [],
         "history": None,
         "then": WITNESS,
     }
     program = Path(layout.__file__)
     files = {layout.ORDER: json.dumps(told).encode(), program.name: program.read_bytes()}
-    return _order(trial, run, suite, program.name, run.files | files)
+    order = _order(trial, run, suite, program.name, run.files | files)
+    return replace(order, most_bytes=most_bytes)
 
 
 def _order(
@@ -120,6 +126,10 @@ def read(run: RoomRun) -> tuple[Trial, Report]:
         if "No module named 'pytest'" in said:
             said += " (`python3` of the task's image must have it: docs/swe.md, Bring a repository)"
         raise RoomFault(f"the tests did not start in their pod: {said}")
+    if large := report.too_large:
+        what = "pytest's JUnit file" if JUNIT in large else "what the tests reported or printed"
+        why = f"{what} is larger than the {run.order.most_bytes >> 20} MiB of a report"
+        return trial, Report(report.status, seconds=report.seconds, too_large=why)
     junit = report.files.get(JUNIT)
     return trial, evidence.read(
         told,

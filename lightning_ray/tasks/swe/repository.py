@@ -7,9 +7,10 @@ another process, and asks the clean room; `rooms` does the same with a pod for e
 without a package has its repository in its image alone (`imaged`), and is for pods only.
 
 Invariants: only a repository for which the clean room says SOLVED is solved, wherever it is; a
-fault of the grader is a GradingError, never a reward; changes to tests or configuration are
-refused, whoever collected them; validation rewards are 0 or 1. Limit: on this machine, without
-bubblewrap, the tests run with the grader's rights.
+fault of the grader, or of a machine on which the package as it came is not solved, is a
+GradingError, never a reward; changes to tests or configuration are refused, whoever collected them;
+validation rewards are 0 or 1. Limit: on this machine, without bubblewrap, the tests run with the
+grader's rights.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray import canary
 from lightning_ray.records import Json, Reward, Split, Task
-from lightning_ray.rollouts import sandbox, usage
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomRun
 from lightning_ray.tasks.swe import (
     cleanroom,
@@ -33,21 +33,17 @@ from lightning_ray.tasks.swe import (
     imaged,
     offline,
     patches,
+    protection,
     remote,
-    runtime,
     sources,
     workspace,
 )
-from lightning_ray.tasks.swe.cleanroom import Protection, RoomFault
+from lightning_ray.tasks.swe.cleanroom import RoomFault
 from lightning_ray.tasks.swe.evidence import Judgement, Tree, Verdict
 from lightning_ray.tasks.swe.grading import GradingError
 from lightning_ray.tasks.swe.record import RecordError, RepositoryTask
 
 MAX_FILE_BYTES = 256 * 1024  # the largest module of the packages has 100 KiB
-# Of a run of the tests, besides the limits of each process: less than what a grader may take, or
-# code under test could end the grader, and have its rollout masked instead of unsolved.
-MAX_PROCESSES = 100
-MAX_MEMORY_BYTES = 1536 << 20
 _IMPOSSIBLE = Judgement(Verdict.UNSOLVED, ("a file where a folder must be",))
 
 
@@ -70,12 +66,14 @@ class Options(Shaping):
     """`task.grader_options`, whole. `repository` is where images have it, if nothing else has;
     `pytest` are options there, such as `-p pytest_asyncio`, since no plug-in loads by itself;
     without `judge` an evaluation only makes predictions, which others judge; without
-    `require_twins` a suite is believed there that guards no hidden test by a twin."""
+    `require_twins` a suite is believed there that guards no hidden test by a twin. `report_mib` are
+    of a run's JUnit file, and half of its report; `gateway.max_body_mib` lets through all of it."""
 
     repository: str = Field("/testbed", pattern="^/")
     pytest: list[str] = []
     judge: bool = True
     require_twins: bool = True
+    report_mib: int = Field(remote.MAX_REPORT_BYTES >> 20, ge=1)
 
 
 def prepare(task: Task, folder: Path) -> Json:
@@ -209,7 +207,14 @@ def _rooms_of_image(
     also = protected(record)
     allowed = {p: text for p, text in _changes(result).items() if workspace.acceptable(p, also)}
     suite = imaged.suite(record, options.repository, options.pytest)
-    answer = imaged.advance(record, suite, allowed, runs, require_twins=options.require_twins)
+    answer = imaged.advance(
+        record,
+        suite,
+        allowed,
+        runs,
+        require_twins=options.require_twins,
+        most_bytes=options.report_mib << 20,
+    )
     if isinstance(answer, Judgement):
         return _reward(record, result, answer, episode, options)
     return answer
@@ -235,9 +240,12 @@ def judge(
         tree = merged(broken, changes, protected(record))
         if tree is None:
             return _IMPOSSIBLE
-        return cleanroom.examine(
-            tree, suite, protection=protection(), known_bad=broken, counted=counted
-        )
+        room = protection.protection()
+        found = cleanroom.examine(tree, suite, protection=room, known_bad=broken, counted=counted)
+        if found.verdict is not Verdict.SOLVED:  # else the room has shown that it can judge
+            whole = replace(suite, timeout_s=offline.TIMEOUT_S)
+            protection.vouch(sources.packages()[record.package], whole)
+        return found
     except (RoomFault, RecordError, sources.SourceError, ValueError) as error:
         raise GradingError(f"task {record.instance_id}: cannot grade: {error}") from error
 
@@ -342,24 +350,3 @@ def shaped(
     tokens = max(episode.prompt_tokens - shaping.free_prompt_tokens, 0)
     penalty = turns * shaping.turn_penalty + tokens / 1000 * shaping.prompt_penalty
     return max(1.0 - penalty, shaping.least_solved)
-
-
-def protection() -> Protection:
-    """A room of bubblewrap's, where this machine has it; else only a process of its own."""
-    hidden = [*runtime.hidden(), *sources.ours()]
-
-    def before(room: Path, scratch: Path) -> list[str]:
-        try:
-            argv = sandbox.room(scratch, [room, *runtime.shown()], hidden)
-        except sandbox.SandboxError as error:
-            raise RoomFault(str(error)) from error
-        if argv:
-            runtime.warm()
-        return argv
-
-    return Protection(before, _takes_too_much)
-
-
-def _takes_too_much(pid: int) -> bool:
-    tree = usage.descendants(pid)
-    return len(tree) > MAX_PROCESSES or sum(tree.values()) > MAX_MEMORY_BYTES

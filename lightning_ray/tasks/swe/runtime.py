@@ -102,9 +102,7 @@ def _libraries() -> list[str]:
     except (OSError, ValueError):
         pass
     found = sorted(_found())
-    partial = kept.with_name(f"{kept.name}.{os.getpid()}")
-    partial.write_text(json.dumps(found))
-    partial.rename(kept)
+    sources.keep(kept, json.dumps(found))
     return found
 
 

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -122,6 +123,20 @@ def _sdist(package: Package) -> bytes:
             f"{folder}: not the source distribution of the manifest; delete the folder"
         )
     return content
+
+
+def keep(path: Path, text: str) -> None:
+    """Writes a file of the cache, whole, whoever else writes it too. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w") as file:
+            file.write(text)
+        os.chmod(partial, 0o644)  # as files are: who may look into the folder may read it
+        os.replace(partial, path)
+    except OSError:
+        os.unlink(partial)
+        raise
 
 
 def environment(name: str = "environment.lock") -> Path:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from lightning_ray.tasks.swe import cleanroom, twins
+from lightning_ray.tasks.swe.cleanroom import Protection
 from lightning_ray.tasks.swe.evidence import Suite, Tree
 
 MIN_TWINS = 2  # of a test that has any: one would be the same in every run
@@ -69,14 +70,19 @@ except __softened__ as __error__:
 """
 
 
-def alike(tree: Tree, suite: Suite, names: Iterable[str]) -> dict[str, list[twins.Edit]]:
+def alike(
+    tree: Tree,
+    suite: Suite,
+    names: Iterable[str],
+    protection: Protection = cleanroom.UNPROTECTED,
+) -> dict[str, list[twins.Edit]]:
     """The twins of these functions (`FILE::NAME`) that fail like them on a tree with a bug. A
     function that has not `MIN_TWINS` is left out.
 
     Raises:
         RoomFault: no process could be started.
     """
-    found = traces(tree, suite, names)
+    found = traces(tree, suite, names, protection)
     kept: dict[str, list[twins.Edit]] = {}
     for name, (own, others) in found.items():
         pairs = list(zip(suite.twins[name], others, strict=True))
@@ -100,7 +106,10 @@ def like(own: list[Trace], other: list[Trace], *, as_close: bool = False) -> boo
 
 
 def traces(
-    tree: Tree, suite: Suite, names: Iterable[str]
+    tree: Tree,
+    suite: Suite,
+    names: Iterable[str],
+    protection: Protection = cleanroom.UNPROTECTED,
 ) -> dict[str, tuple[list[Trace], list[list[Trace]]]]:
     """For each function: the traces of its tests as they are, and as each of its twins."""
     by_file: dict[str, list[str]] = {}
@@ -117,7 +126,7 @@ def traces(
             copies[copy] = path, number
             changed[copy] = softened(source, {n.partition("::")[2] for n in some}).encode()
     whole = replace(suite, targets=tuple(copies))
-    report = cleanroom.run(changed, whole, test_seconds=TEST_SECONDS)
+    report = cleanroom.run(changed, whole, test_seconds=TEST_SECONDS, protection=protection)
     got: dict[tuple[str, int], list[Trace]] = {}
     for shown in sorted(report.outcomes):
         test, _, trace = shown.partition("\n")

@@ -1,4 +1,5 @@
-"""Reference runs of offline packages on this machine, in the grader's clean room.
+"""Reference runs of offline packages on this machine, in the grader's clean room, under the same
+protection.
 
 A `reference.Runner` for rows that name a package of the manifest (`data/packages.json`). Rows whose
 environment is a container image need a runner that starts containers.
@@ -10,11 +11,12 @@ came, so that a patch which does not mend what it should is found.
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 
 from lightning_ray.config import ConfigError
 from lightning_ray.rollouts import sandbox
-from lightning_ray.tasks.swe import cleanroom, sources, trees
+from lightning_ray.tasks.swe import cleanroom, protection, sources, trees
 from lightning_ray.tasks.swe.evidence import Suite
 from lightning_ray.tasks.swe.patches import PatchError
 from lightning_ray.tasks.swe.preparation.reference import SuiteRun
@@ -29,6 +31,10 @@ class Local:
         ConfigError: from `run` and `exposed`, a row names no package of the manifest.
         SourceError, RoomFault: likewise, this machine cannot get the package or run its tests.
     """
+
+    def __init__(self) -> None:
+        if lack := protection.missing():
+            print(lack, file=sys.stderr)
 
     def run(self, record: RepositoryTask, *, fixed: bool, seed: int) -> SuiteRun:
         package = _package(record)
@@ -48,7 +54,8 @@ class Local:
             paths=(package.path,),
             timeout_s=record.timeout_s,
         )
-        report = cleanroom.run(tree, suite, shuffle=seed, hash_seed=seed)
+        room = protection.protection()
+        report = cleanroom.run(tree, suite, shuffle=seed, hash_seed=seed, protection=room)
         problem = "; ".join(report.evidence)
         if report.exit_status is None:
             problem = f"still running after {suite.timeout_s:g} s"
