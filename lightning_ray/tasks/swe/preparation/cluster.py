@@ -173,8 +173,7 @@ class Cluster:
         self._pulled = self._checked = self._stopped = False
         self._lock = threading.Lock()
         try:
-            self._probe = preflight.Probe(config.kubernetes)
-            self._probe.check_rights()
+            preflight.Probe(config.kubernetes).check_rights()
             self._launcher = Launcher(config, _run_id(folder))
         except OUTAGE as error:
             raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
@@ -221,7 +220,7 @@ class Cluster:
         """Sees what Jobs there are, of which nobody wishes any."""
         self._launcher.start()
         try:
-            await asyncio.wait_for(self._launcher.present(), _ANSWER_S)
+            await asyncio.wait_for(self._launcher.synced(), _ANSWER_S)
         except TimeoutError:
             raise ConfigError(f"kubernetes: {self._launcher.trouble or 'no answer'}") from None
         self._news = asyncio.create_task(self._tell())
@@ -238,8 +237,7 @@ class Cluster:
         """Has the API server look at the first Job, once."""
         with self._lock:
             if not self._checked:
-                self._launcher.check(task)
-                for note in preflight.of_template(self._config, task, self._probe):
+                for note in preflight.of_job(*self._launcher.check(task)):
                     self._say(note)
                 self._checked = True
 
