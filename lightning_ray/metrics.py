@@ -63,7 +63,7 @@ METRICS = {
     "seconds/validate": "seconds spent on validation",
     "seconds/checkpoint": "seconds spent on the checkpoint",
     "rollouts/finished": "rollouts of the step that have a reward",
-    "rollouts/failed": "rollouts of the step lost to infrastructure faults",
+    "rollouts/failed": "rollouts of the step without a reward: lost to infrastructure, or void",
     "rollouts/unprotected_nodes": "nodes that ran harnesses with less than the whole sandbox",
     **{f"outcomes/{outcome}": f"attempts that ended as {outcome}" for outcome in Outcome},
 }

@@ -35,7 +35,7 @@ class RolloutState(StrEnum):
     RUNNING = "running"
     GRADING = "grading"
     FINISHED = "finished"  # has a reward
-    FAILED = "failed"  # every attempt ended by an infrastructure fault: masked and counted
+    FAILED = "failed"  # every attempt ended by an infrastructure fault, or the last is void: masked
     CANCELLED = "cancelled"
 
     @property
@@ -60,6 +60,9 @@ class Outcome(StrEnum):
     GRADER_FAULT = (
         "grader_fault"  # no valid reward came: missing, not a number, or the grader failed
     )
+    VOID = (
+        "void"  # the agent read or said what it must not have seen: whatever it did tells nothing
+    )
     NODE_LOST = "node_lost"  # the machine or Ray worker that ran the harness went away
     CANCELLED = "cancelled"  # somebody asked for it
 
@@ -70,8 +73,9 @@ class Outcome(StrEnum):
 
     @property
     def retryable(self) -> bool:
-        """True for infrastructure faults: another attempt may end differently."""
-        return not self.caused_by_policy and self is not Outcome.CANCELLED
+        """True for infrastructure faults: another attempt may end differently. Of a void one it
+        might, too, but who fails could have it by seeing what it must not."""
+        return not self.caused_by_policy and self not in (Outcome.VOID, Outcome.CANCELLED)
 
 
 _POLICY_OUTCOMES = frozenset(

@@ -95,7 +95,7 @@ def test_a_canary_in_a_prompt_is_noted_with_its_call(gateway):
         client.chat.completions.create(model="m", messages=messages)
     gateway.client(other).chat.completions.create(model="m", messages=HELLO)
     noted = ray.get(gateway.store.canary.remote(attempt))
-    assert noted == f"call 1 of attempt {attempt} read a canary ({seen})"
+    assert noted == f"call 1 of attempt {attempt} read or said a canary ({seen})"
     assert ray.get(gateway.store.canary.remote(other)) is None
 
 
@@ -113,7 +113,7 @@ def test_whoever_reads_what_agents_must_not_is_noted(gateway, place):
     history = [*HELLO, {"role": "user", "content": leaked}]
     gateway.client(attempt).chat.completions.create(model="m", messages=history)
     noted = ray.get(gateway.store.canary.remote(attempt))
-    assert noted == f"call 0 of attempt {attempt} read a canary ({canary.seen(leaked)[0]})"
+    assert noted == f"call 0 of attempt {attempt} read or said a canary ({canary.seen(leaked)[0]})"
 
 
 def test_several_choices_are_several_recorded_samples(gateway):

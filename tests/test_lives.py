@@ -227,7 +227,7 @@ async def test_a_run_that_ends_while_the_api_server_is_away_says_which_jobs_it_l
     launcher.start()
     ends = [asyncio.ensure_future(launcher.adopt(room)) for room in ("r-a0", "r-a1")]
     if seen:
-        await until(lambda: launcher.left == 2)
+        await launcher.synced()
         site.api.go_away()
     await until(lambda: "has not answered" in launcher.trouble)
     said = await launcher.stop()

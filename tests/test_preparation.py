@@ -421,6 +421,26 @@ def test_every_row_has_one_end_and_an_interrupted_run_ends_as_one_that_was_not(
         assert again.calls.total() == runner.calls.total() - RUNS * finished
 
 
+@pytest.mark.parametrize("cut", [10, -10], ids=["the only line", "the last line"])
+def test_checks_of_a_run_that_was_killed_while_it_wrote_can_be_read_ever_after(
+    tmp_path: Path, cut: int
+) -> None:
+    source = write(tmp_path / "r.jsonl", [row("a"), row("b", patch=diff(function="g"))])
+    options, out = Options(validation_share=0), tmp_path / "out"
+
+    def calls() -> int:
+        runner = Bench()
+        pipeline.clean([source], [], out, options, runner)
+        return runner.calls.total()
+
+    assert calls() == 2 * RUNS
+    checks = out / pipeline.CHECKS
+    checks.write_bytes(checks.read_bytes()[:cut])
+    assert calls() == (RUNS if cut < 0 else 2 * RUNS)
+    assert calls() == 0
+    assert len(read_lines(checks)) == 2
+
+
 def test_training_and_validation_share_no_function(tmp_path: Path) -> None:
     some = [
         row(f"i{n}-{k}", patch=diff(RIGHT, f"    return {k}", f"f{n}"))

@@ -85,7 +85,6 @@ def grader(task: Task, result: Json | None, episode: Episode) -> Reward:
 @dataclass
 class Summary:
     calls: int
-    sampled_tokens: int
     last_fault: int | None
 
 
@@ -115,7 +114,7 @@ class MemoryStore:
     ) -> Summary:
         self.log.append(("end", attempt_id, outcome, detail))
         calls = 0 if "silent" in attempt_id else 2
-        return Summary(calls, 10 * calls, 503 if "faulty" in attempt_id else None)
+        return Summary(calls, 503 if "faulty" in attempt_id else None)
 
     async def said(self, attempt_id: str) -> tuple[list[str], int]:
         return ["one", "two"], 7
@@ -244,17 +243,18 @@ def test_rollouts_end_with_the_outcome_and_reward_they_deserve(
         "faulty": (Outcome.GATEWAY_FAULT, "last answer HTTP 503"),
         "lost": (Outcome.LAUNCH_FAULT, "no such repository"),
         "odd": (Outcome.GRADER_FAULT, "must return a lightning_ray.records.Reward, got 1.0"),
-        "spy": (Outcome.GRADER_FAULT, "call 1 of attempt spy-a1 read a canary"),
+        "spy": (Outcome.VOID, "call 1 of attempt spy-a0 read a canary"),
     }
     for name, (outcome, detail) in faults.items():
         assert (done[name].state, done[name].outcome) == (RolloutState.FAILED, outcome), name
-        assert (done[name].attempts, done[name].reward) == (2, None), name
+        attempts = 2 if outcome.retryable else 1
+        assert (done[name].attempts, done[name].reward) == (attempts, None), name
         assert detail in done[name].detail
 
     log, finished = ray.get(run.store.all.remote())
     assert finished == done
     starts = {entry[1]: entry for entry in log if entry[0] == "start"}
-    assert len(starts) == 3 + 2 * len(faults)
+    assert len(starts) == 3 + 2 * len(faults) - 1
     artifact = json.loads((run.config.run_dir / "rollouts/good-a0/seen.json").read_text())
     assert artifact["argv"][1:] == ["do it", f"{GATEWAY}/rollout/good-a0/v1"]
     key = artifact["env"]["THE_KEY"]
@@ -266,7 +266,7 @@ def test_rollouts_end_with_the_outcome_and_reward_they_deserve(
 
     status = ray.get(run.controller.status.remote())
     assert (status.finished, status.failed, status.queued, status.running) == (3, 5, 0, 0)
-    assert status.outcomes[Outcome.GRADER_FAULT] == 4
+    assert (status.outcomes[Outcome.GRADER_FAULT], status.outcomes[Outcome.VOID]) == (2, 1)
 
 
 @pytest.mark.slow

@@ -77,13 +77,27 @@ def test_a_grader_that_fails_leads_to_a_new_attempt_and_never_to_a_reward() -> N
     for number, leads_to in enumerate([Next.RETRY, Next.FINAL]):
         life.start(now=0)
         life.attempt_ended(f"r-a{number}", Outcome.COMPLETED, "", now=0)
-        assert life.grader_failed(f"r-a{number}", "nan", now=0) is leads_to
+        assert life.grader_failed(f"r-a{number}", Outcome.GRADER_FAULT, "nan", 0) is leads_to
     (finished,) = life.take_finished()
     assert (finished.outcome, finished.reward, finished.detail) == (
         Outcome.GRADER_FAULT,
         None,
         "nan",
     )
+
+
+def test_a_void_attempt_is_the_last_one_of_its_rollout() -> None:
+    life = Lifecycle(concurrency=1, retries=3)
+    life.submit(spec("r"), now=0)
+    life.start(now=0)
+    life.attempt_ended("r-a0", Outcome.COMPLETED, "", now=0)
+    assert life.grader_failed("r-a0", Outcome.VOID, "call 3 said a canary", 0) is Next.FINAL
+    (finished,) = life.take_finished()
+    assert (finished.state, finished.outcome) == (RolloutState.FAILED, Outcome.VOID)
+    assert (finished.attempts, finished.reward) == (1, None)
+    assert not finished.usable
+    assert life.status().outcomes == {Outcome.VOID: 1}
+    assert life.start(now=0) == []
 
 
 def test_attempts_of_an_earlier_life_of_the_run_keep_their_ids_and_cost_no_retries() -> None:
@@ -180,15 +194,20 @@ class AnyHistory(RuleBasedStateMachine):
         self.collect()
 
     @precondition(lambda self: self.grading)
-    @rule(data=st.data(), good=st.booleans(), wait=st.floats(0, 5))
-    def grade(self, data: st.DataObject, good: bool, wait: float) -> None:
+    @rule(
+        data=st.data(),
+        fault=st.sampled_from([None, Outcome.GRADER_FAULT, Outcome.VOID]),
+        wait=st.floats(0, 5),
+    )
+    def grade(self, data: st.DataObject, fault: Outcome | None, wait: float) -> None:
         self.now += wait
         attempt_id = data.draw(st.sampled_from(sorted(self.grading)))
         self.grading.remove(attempt_id)
-        if good:
+        if fault is None:
             self.life.graded(attempt_id, REWARD, self.now)
         else:
-            self.life.grader_failed(attempt_id, "", self.now)
+            leads_to = self.life.grader_failed(attempt_id, fault, "", self.now)
+            assert leads_to is not Next.RETRY or fault is Outcome.GRADER_FAULT
         self.collect()
 
     @rule(number=st.integers(0, 8))

@@ -198,6 +198,16 @@ def test_a_group_with_one_usable_rollout_is_masked_counted_and_may_be_refilled()
     assert batches.without_signal(finished, Estimator(mean_baseline)) == {"g"}
 
 
+def test_of_a_void_rollout_no_token_trains_and_the_reason_names_the_call() -> None:
+    seen = {"outcome": Outcome.VOID, "detail": "call 3 of attempt z said a canary"}
+    void = replace(rollout("z", "g", None), **seen)
+    finished = [rollout("x", "g", 1.0), rollout("y", "g", 0.0), void]
+    made = build(finished, {r.attempt_id: one_turn(r.attempt_id) for r in finished})
+    [told] = [entry for entry in made.ledger.table.to_pylist() if entry["rollout_id"] == "z"]
+    assert (told["fate"], told["reason"]) == ("infra", "void, call 3 of attempt z said a canary")
+    assert advantages_of(made) == {"x": {0.5}, "y": {-0.5}}
+
+
 def test_a_group_that_was_given_up_is_stale_but_for_what_infrastructure_spoiled() -> None:
     cancelled = replace(
         rollout("s1", "old", None), state=RolloutState.CANCELLED, outcome=Outcome.CANCELLED

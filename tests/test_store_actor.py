@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from test_store import make_call, make_spec
 
+from lightning_ray import canary
 from lightning_ray.records import Outcome
 from lightning_ray.store import actor
 from lightning_ray.store.actor import UPDATING, Asked, StoreActor
 from lightning_ray.store.claims import Opening, Verdict
 from lightning_ray.store.errors import AttemptOver, StoreLocked
 from lightning_ray.store.rollouts import RolloutStore
+from lightning_ray.views import PageQuery
 
 
 async def begin(directory: Path) -> StoreActor:
@@ -81,6 +83,21 @@ async def test_a_retry_in_the_next_life_gets_the_calls_of_one_answer(tmp_path: P
     opening = await open_call(store, asked("same", is_retry=True, samples=samples))
     assert opening.verdict is Verdict.REPLAY
     assert opening.calls in [tuple(call.call_id for call in answer) for answer, _ in answers]
+    await store.close()
+
+
+async def test_a_reply_with_a_canary_is_noted_with_its_call(tmp_path: Path):
+    store, said = await begin(tmp_path), canary.mint("git")
+    for number, text in enumerate(("well", f"I found {said}", f"again {said}")):
+        call = dataclasses.replace(make_call(f"c{number}", [1], [2]), text=text)
+        await store.record_calls([([call], number)])
+    await store.end_attempt("r-a0", Outcome.COMPLETED, "", 2.0)
+    noted = f"call 1 of attempt r-a0 read or said a canary ({said})"
+    assert [await store.canary("r-a0") for _ in range(2)] == [noted] * 2
+    [event] = (await store.list_events("r", PageQuery())).events
+    assert (event.kind, event.data["call"]) == ("canary", 1)
+    await store.start_attempt("r-a1", "r", 1, "hash", 3.0)
+    assert await store.canary("r-a1") is None
     await store.close()
 
 

@@ -17,10 +17,14 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ray import canary
+from lightning_ray.config import RunConfig
 from lightning_ray.records import Outcome, Reward, Split, Task
+from lightning_ray.rollouts import grading as graders
 from lightning_ray.rollouts import sandbox
-from lightning_ray.rollouts.grading import Episode, RoomReport
+from lightning_ray.rollouts.grading import Episode, GradeRequest, RoomReport
+from lightning_ray.rollouts.local import limits
 from lightning_ray.tasks.swe import embedded, grading
+from lightning_ray.tasks.swe import workspace as swe_workspace
 from lightning_ray.tasks.swe.grading import GradingError, Verdict, run_hidden_tests, weigh
 from lightning_ray.tasks.swe.workspace import (
     MAX_FILE_BYTES,
@@ -221,6 +225,37 @@ def test_modes_and_refusals_crowd_no_repair_out(tmp_path):
     assert last["reason"].startswith(f"{4 * MAX_REFUSED} more")
 
 
+def test_leftovers_that_come_first_crowd_no_repair_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(swe_workspace, "MAX_ENTRIES", 30)
+    files = {"pkg/a.py": "x\n", "pkg/b.py": "x\n", "z.py": "x\n", "sub/link.py": "x\n"}
+    task = replace(TASK, fields={"files": files})
+    prepare(task, tmp_path)
+    for folder in (".venv", ".tox", "pkg"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for number in range(100):
+            (tmp_path / folder / f"_{number:03d}.so").write_bytes(b"\xff")
+    (tmp_path / "pkg" / "a.py").write_text("mended\n")
+    (tmp_path / "z.py").unlink()
+    (tmp_path / "sub").rename(tmp_path / "other")
+    (tmp_path / "sub").symlink_to(tmp_path / "other")
+    found = collect(task, tmp_path)
+    assert found["files"] == {"pkg/a.py": "mended\n", "z.py": None, "sub/link.py": None}
+    [told] = [entry["reason"] for entry in found["refused"] if entry["path"] == "."]
+    assert told.startswith("not read after 30 new entries")
+
+
+def test_empty_folders_without_number_hold_nobody_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(swe_workspace, "MAX_ENTRIES", 30)
+    task = replace(TASK, fields={"files": {"z/a.py": "x\n"}})
+    prepare(task, tmp_path)
+    for number in range(100):
+        (tmp_path / f"d{number:03d}").mkdir()
+    (tmp_path / "z" / "a.py").write_text("mended\n")
+    found = collect(task, tmp_path)
+    assert found["files"] == {"z/a.py": "mended\n"}
+    assert [told["reason"] for told in found["refused"]] == ["cannot be read: more than 30 folders"]
+
+
 def test_a_deleted_test_is_listed_and_not_a_change(tmp_path):
     prepare(TASK, tmp_path)
     (tmp_path / "tests" / "test_text.py").unlink()
@@ -321,6 +356,18 @@ def test_the_reward_rises_with_each_part_of_the_work():
     assert reward({file: f"old\n{word}\n"}, command).value == 0.6
     assert reward({file: word}, command).value == 1.0
     assert not reward({file: f"old\n{word}\n"}, command).solved
+
+
+def test_neither_a_forgery_nor_validation_is_paid_for_parts_of_the_work():
+    file, word = TASK.fields["expected_file"], TASK.fields["expected_word"]
+    forged = {INIT: PROLOGUE + ATTACKS["exit at import"], file: f"{word}\n"}
+    found = reward(forged, "```bash\nls\n```")
+    assert (found.value, found.metrics["forged"], found.metrics["contains_word"]) == (0.0, 1.0, 1.0)
+    said = replace(episode("```bash\nls\n```"), split=Split.VALIDATION)
+    values = [
+        grading.grade(TASK, {"files": {file: text}}, said).value for text in (word, f"old {word}")
+    ]
+    assert values == [1.0, 0.0]
 
 
 def test_an_answer_built_into_the_code_does_not_solve():
@@ -564,16 +611,41 @@ def test_code_under_test_reaches_nothing_but_its_folder(monkeypatch, tmp_path):
                     assert run_hidden_tests(TASK, source).verdict is Verdict.FAILED, name
 
 
-def test_who_saw_a_hidden_test_has_no_reward():
+def test_who_reads_a_hidden_test_reads_a_canary():
     plain = replace(TASK, fields={k: v for k, v in TASK.fields.items() if k != "twins"})
     order = grading.plan(plain, {})
     assert order is not None
     [told] = json.loads(order.say)["tests"].values()
     [path] = TASK.fields["hidden_tests"]
-    for leaked in (told, order.files[path]):  # what the process hears, and what is on its disk
-        with pytest.raises(GradingError, match="call 1 of attempt a holds a canary"):
-            reward(fix(TASK), "well", f"I read this: {leaked}")
+    # What the process hears, and what is on its disk.
+    assert canary.first_seen(["well", told])[0] == 1
+    assert canary.seen(order.files[path])
     assert run_hidden_tests(plain, fix(plain)).verdict is Verdict.PASSED
+
+
+HUNGRY = {
+    "memory": "import time\nx = [b'x' * (1 << 28) for _ in range(7)]\ntime.sleep(9)\n",
+    "processes": "import os, time\nfor _ in range(300):\n    if os.fork() == 0:\n"
+    "        time.sleep(9)\n        os._exit(0)\ntime.sleep(9)\n",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", HUNGRY)
+def test_code_that_takes_what_a_harness_may_not_is_unsolved_and_no_fault(tmp_path, what):
+    config = RunConfig.model_validate({"rollout": {"memory_mib": 1024, "max_processes": 64}})
+    source = {INIT: TASK.fields["files"][INIT] + "\n" + HUNGRY[what]}
+    asked = GradeRequest(
+        TASK,
+        {"files": source},
+        episode(),
+        "lightning_ray.tasks.swe.grading:grade",
+        limits(config, grader=True),
+        tmp_path / "grader.log",
+    )
+    found = graders.grade(asked)
+    assert isinstance(found, Reward), found
+    assert (found.value, found.solved) == (0.0, False)
 
 
 def test_a_grader_that_cannot_work_gives_no_reward(monkeypatch, tmp_path):

@@ -4,7 +4,7 @@ Rollouts are submitted, wait in a queue (those of a validation ahead of all othe
 at most `concurrency` at a time. An attempt
 that ends by a fault of the infrastructure is followed by another one, up to `retries` times and
 ahead of the queue, because its group waits for it; an attempt whose end the policy caused is
-graded. Time is passed in; nothing here does I/O.
+graded; a void one ends its rollout. Time is passed in; nothing here does I/O.
 
 Invariants: each rollout reaches exactly one final state, and is handed out once by `take_finished`;
 never more than `concurrency` attempts run (a cancelled one counts until it has really ended);
@@ -53,9 +53,10 @@ class Attempt:
 @dataclass(frozen=True)
 class ControllerStatus:
     """How many rollouts stand where. `finished` have a reward, `failed` were lost to
-    infrastructure; `outcomes` counts the ends of attempts, also of those that were tried again;
-    `groups` are those with an attempt that runs; `trouble` is what a person must know of who runs
-    them; `lacks` says of each node that has less than the sandbox asked for what it lacks."""
+    infrastructure or are void; `outcomes` counts the ends of attempts, also of those that were
+    tried again; `groups` are those with an attempt that runs; `trouble` is what a person must know
+    of who runs them; `lacks` says of each node that has less than the sandbox asked for what it
+    lacks."""
 
     queued: int
     running: int
@@ -181,11 +182,11 @@ class Lifecycle:
         self._end(rollout, RolloutState.FINISHED, rollout.outcome, now, reward)
         return Next.FINAL
 
-    def grader_failed(self, attempt_id: str, detail: str, now: float) -> Next:
-        """No valid reward came."""
+    def grader_failed(self, attempt_id: str, outcome: Outcome, detail: str, now: float) -> Next:
+        """No valid reward came, or none may."""
         if (rollout := self._grading(attempt_id)) is None:
             return Next.NOTHING
-        rollout.outcome, rollout.detail = Outcome.GRADER_FAULT, detail
+        rollout.outcome, rollout.detail = outcome, detail
         return self._fault(rollout, now)
 
     def cancel(self, rollout_ids: Iterable[str], now: float) -> list[str]:
@@ -241,7 +242,7 @@ class Lifecycle:
         if rollout.outcome is Outcome.CANCELLED:
             self._end(rollout, RolloutState.CANCELLED, Outcome.CANCELLED, now)
             return Next.FINAL
-        if rollout.attempts > rollout.last_attempt:
+        if rollout.attempts > rollout.last_attempt or not rollout.outcome.retryable:
             self._end(rollout, RolloutState.FAILED, rollout.outcome, now)
             return Next.FINAL
         self._outcomes[rollout.outcome] += 1

@@ -46,6 +46,9 @@ _FAMILY_S = (
 )
 _PREFIX = "lr-box-"
 _NEW_S = 60  # between the making of a box and its being held is much less
+# MiB and processes that a grader may have at least: it must see first that code under test takes
+# too much, or that code could have the grader killed, and so its rollout tried again.
+_GRADERS = 4096, 512
 _ARTIFACT_BYTES = 64 << 20  # larger files are no trajectories
 
 _OUTCOMES = {
@@ -89,9 +92,6 @@ class AttemptResult:
     outcome: Outcome
     detail: str
     result: Json | None = None
-    seconds: float = 0.0
-    peak_rss_bytes: int = 0
-    cpu_seconds: float = 0.0
     node: str = ""
     lack: str = ""
 
@@ -138,13 +138,14 @@ def run_attempt(request: AttemptRequest) -> AttemptResult:
         os.close(held)
 
 
-def limits(config: RunConfig, timeout_s: float) -> Limits:
-    """What the configuration lets a program use."""
+def limits(config: RunConfig, *, grader: bool = False) -> Limits:
+    """What the configuration lets a harness use, or a grader."""
     rollout = config.rollout
+    least = _GRADERS if grader else (0, 0)
     return Limits(
-        timeout_s=timeout_s,
-        memory_mib=rollout.memory_mib,
-        max_processes=rollout.max_processes,
+        timeout_s=config.task.grader_timeout_s if grader else rollout.timeout_s,
+        memory_mib=max(rollout.memory_mib, least[0]),
+        max_processes=max(rollout.max_processes, least[1]),
         output_mib=rollout.output_mib,
         file_mib=rollout.workspace_mib,
         disk_mib=rollout.disk_mib,
@@ -219,9 +220,7 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
             json.dumps(result)  # it goes to the grader as JSON
         except (FamilyError, TypeError, ValueError) as error:
             outcome, detail, result = Outcome.GRADER_FAULT, f"{error} (harness: {detail})", None
-    return AttemptResult(
-        outcome, detail, result, report.seconds, report.peak_rss_bytes, report.cpu_seconds
-    )
+    return AttemptResult(outcome, detail, result)
 
 
 def _prepare(request: AttemptRequest, workspace: Path) -> Setting:

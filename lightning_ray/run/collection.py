@@ -186,13 +186,13 @@ class Collection:
 
 
 def check_faults(rollouts: Sequence[FinishedRollout], most: float, run_dir: Path) -> None:
-    """Raises RunError if more than the share `most` of `rollouts` was lost to infrastructure."""
+    """Raises RunError if more than the share `most` of `rollouts` has no reward."""
     failed = [r for r in rollouts if r.state is RolloutState.FAILED]
     if len(failed) <= most * len(rollouts):
         return
     outcomes = ", ".join(f"{n} x {o}" for o, n in Counter(r.outcome for r in failed).most_common())
     raise RunError(
-        f"{len(failed)} of {len(rollouts)} rollouts were lost to infrastructure ({outcomes}); "
+        f"{len(failed)} of {len(rollouts)} rollouts have no reward ({outcomes}); "
         f"training on the rest would be training on noise. The last one, "
         f"{failed[-1].spec.rollout_id}: {failed[-1].detail or failed[-1].outcome}. Logs are in "
         f"{run_dir / 'rollouts'}; run.max_infrastructure_faults sets the limit"

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lightning_ray.config import RunConfig
-from lightning_ray.records import Call, FinishedRollout, RolloutState
+from lightning_ray.records import Call, FinishedRollout, Outcome, RolloutState
 from lightning_ray.samples.ledger import Ledger
 from lightning_ray.samples.rows import CallFate, Fate, Layout, Row, rows
 
@@ -123,7 +123,8 @@ def build(
         if group in stale and rollout.state is not RolloutState.FAILED:
             fate = _spoiled(mine, Fate.STALE, "its group is too old for this policy")
         elif not rollout.usable:
-            fate = _spoiled(mine, Fate.INFRA, f"{rollout.outcome}, no reward")
+            why = rollout.detail if rollout.outcome is Outcome.VOID else "no reward"
+            fate = _spoiled(mine, Fate.INFRA, f"{rollout.outcome}, {why}")
         elif name not in credits:
             fate = _spoiled(mine, Fate.MASKED, "fewer than two usable rollouts in its group")
         else:

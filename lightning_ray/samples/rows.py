@@ -26,7 +26,9 @@ from lightning_ray.samples import forest
 class Fate(StrEnum):
     """What became of a sampled token. Where several would fit, the first of this list holds."""
 
-    INFRA = "infra"  # no usable reward (a fault, an operator's cancel), or an abandoned attempt
+    INFRA = (
+        "infra"  # no usable reward (a fault, void, an operator's cancel), or an abandoned attempt
+    )
     STALE = "stale"  # of a group given up as too old, the rollouts cancelled for that included
     MASKED = "masked"  # its group has too few usable rollouts
     ZERO_ADVANTAGE = "zero_advantage"  # it is neither better nor worse than its group

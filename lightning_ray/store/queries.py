@@ -154,7 +154,7 @@ class Queries:
         return _event(rows[0]) if rows else None
 
     def note_canary(self, attempt_id: str, call: int, canary: str) -> None:
-        """Keeps, as an event, that an attempt's call (from 0) had a canary in its request."""
+        """Keeps, as an event, that an attempt's call (from 0) had a canary in it."""
         with self._db.write():
             self._db.execute(
                 "insert or ignore into events (event_id, rollout_id, kind, data, time) "
@@ -168,12 +168,14 @@ class Queries:
             )
 
     def canary(self, attempt_id: str) -> str | None:
-        """Which call of an attempt read a canary, for people; None if none did."""
+        """Which call of an attempt had a canary, for people; None if none is noted."""
         rows = self._rows("select data from events where event_id = ?", f"canary-{attempt_id}")
         if not rows:
             return None
         data = json.loads(rows[0]["data"])
-        return f"call {data['call']} of attempt {attempt_id} read a canary ({data['canary']})"
+        return (
+            f"call {data['call']} of attempt {attempt_id} read or said a canary ({data['canary']})"
+        )
 
     def events(self, rollout_id: str, query: PageQuery) -> EventPage | None:
         """A page of a rollout's events in the order in which they came; None if there is no such

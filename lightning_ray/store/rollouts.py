@@ -170,8 +170,8 @@ class RolloutStore:
                 self._db.execute(sql, (attempt_id,))
         self._live.pop(attempt_id, None)
         counted = self._db.execute(
-            "select count(*), coalesce(sum(sampled), 0), (select last_fault from attempts where "
-            "attempt_id = ?) from calls where attempt_id = ?",
+            "select count(*), (select last_fault from attempts where attempt_id = ?) from calls "
+            "where attempt_id = ?",
             (attempt_id, attempt_id),
         ).fetchone()
         return AttemptSummary(*counted)

@@ -80,6 +80,17 @@ Function.runtest = runtest
 """
 )
 
+# Has its say when pytest is done: the witness then asks for the time, and writes its report.
+WRITES = """
+import json, sys, time
+def leave(content):
+    def now():
+        with open(sys.modules["__main__"].SCRATCH + "/junit.xml", "wb") as file:
+            file.write(content)
+        return 0.0
+    time.process_time = now
+"""
+
 # -- tests, configuration, plug-ins ----------------------------------------------------------------
 
 CONFIGURATION = [
@@ -411,6 +422,38 @@ Function.runtest = runtest
             sys.modules[name] = Quiet(name)
         """,
         UNSOLVED,
+    ),
+    *(
+        source(name, WRITES + code, TAMPERED, slow=slow)
+        for name, code, slow in [
+            (
+                "leaves a JUnit file in an encoding that nobody knows",
+                'leave(b\'<?xml version="1.0" encoding="foo"?><a/>\')',
+                False,
+            ),
+            (
+                "leaves a JUnit file that takes gigabytes when it is read",
+                "leave(b'<a>' + b'<a/>' * (60 << 18) + b'</a>')",
+                True,
+            ),
+            (
+                "reports a number that no machine can hold",
+                "time.process_time = lambda: 10**400",
+                False,
+            ),
+            (
+                "reports lists in lists in lists",
+                "json.JSONEncoder.encode = lambda self, what: '[' * 1_000_000",
+                True,
+            ),
+        ]
+    ),
+    source(
+        "reports for ever",
+        WRITES + "json.JSONEncoder.encode = lambda self, what: '[' * (256 << 20)",
+        UNSOLVED,
+        slow=True,
+        limit_s=5.0,
     ),
     source("runs for ever", "while True:\n    pass\n", UNSOLVED, limit_s=5.0),
     source("sleeps for ever", "import time\ntime.sleep(1e6)\n", UNSOLVED, limit_s=5.0, slow=True),

@@ -27,7 +27,7 @@ from lightning_ray.rollouts.harness import Recipe
 from lightning_ray.rollouts.local import FamilyError, call_family
 from lightning_ray.rollouts.pods import changed, staging
 from lightning_ray.rollouts.pods.staging import PodLimits
-from lightning_ray.tasks.swe import benchmarks, layout, offline, sources
+from lightning_ray.tasks.swe import benchmarks, cleanroom, layout, offline, sources
 from lightning_ray.tasks.swe import repository as family
 from lightning_ray.tasks.swe.grading import GradingError
 from lightning_ray.tasks.swe.imaged import PAIRS
@@ -120,6 +120,35 @@ def test_an_agent_finds_the_bug_in_one_commit_without_history_or_hidden_tests(si
     assert found["files"] == {} and found["refused"] == []
     _, again = site.attempt("true")
     assert git(here, "rev-parse", "HEAD") == git(again, "rev-parse", "HEAD")
+
+
+REPLACED = {
+    "a file by a folder": {"calc": None, "calc/x.py": "1", "calc/a/b.py": "2"},
+    "a folder by a file": {"pkg/a/x.py": None, "pkg/y.py": None, "pkg": "3"},
+    "half a folder by a file": {"pkg/y.py": None, "pkg/a": "4"},
+    "a folder that goes": {"pkg/a/x.py": None, "pkg/y.py": None, "pkg/a/z.py": None},
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_a_change_puts_in_the_place_of_another_thing_is_the_same_in_an_image(tmp_path, what):
+    before = {"calc": b"0", "pkg/a/x.py": b"0", "pkg/y.py": b"0", "t.py": b"0"}
+    here = tmp_path / "repository"
+    cleanroom.stage(before, here)
+    git(here, "init", "-q")
+    files = {
+        path: None if text is None else base64.b64encode(text.encode()).decode()
+        for path, text in sorted(REPLACED[what].items(), reverse=True)
+    }
+    order = {"diffs": [], "files": files, "fresh": {}, "alone": [], "history": None}
+    argv = [sys.executable, layout.__file__]
+    done = subprocess.run(argv, input=json.dumps(order), cwd=here, capture_output=True, text=True)
+    assert done.returncode == 0 or what == "half a folder by a file", done.stderr
+    after = family.merged(before, REPLACED[what])
+    assert (after is None) == bool(done.returncode)
+    if after:
+        found = [path for path in here.rglob("*") if path.is_file()]
+        assert {str(p.relative_to(here)): p.read_bytes() for p in found} == after
 
 
 @pytest.mark.parametrize("form", ["swe-smith", pytest.param("swe-bench", marks=pytest.mark.slow)])

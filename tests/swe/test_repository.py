@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from lightning_ray.tasks.swe import (
     making,
     measure,
     offline,
+    patches,
     protection,
     runtime,
     sources,
@@ -210,6 +212,34 @@ def test_a_task_without_local_sources_says_what_it_needs(tmp_path):
         family.prepare(RepositoryTask.from_row(row).to_task(), tmp_path)
 
 
+def test_a_package_can_be_judged_from_a_row_of_either_form():
+    record = SMALL[0]
+    own = {"package": record.package, "sdist_sha256": record.sdist_sha256}
+    row = record.to_bench() | own | {"python": record.python}
+    told = RepositoryTask.from_row(row).to_task()
+    assert told.fields["format"] == "swe-bench"
+    stored = RepositoryTask.from_task(Task(**json.loads(json.dumps(asdict(told)))))
+    assert family.graded_tree(stored) == family.graded_tree(record)
+    assert offline.suite(stored, "python3").twins == offline.suite(record, "python3").twins
+
+
+DIFF = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-a\n+b\n"
+
+
+def test_a_patch_is_applied_where_temporary_files_lie_in_a_repository_too(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    tree = {"x.py": b"a\n", "y.py": b"c\n"}
+    assert trees.apply(tree, DIFF) == {"x.py": b"b\n", "y.py": b"c\n"}
+
+
+def test_a_patch_that_changes_no_text_is_no_patch():
+    mode = "diff --git a/x.py b/x.py\nold mode 100644\nnew mode 100755\n"
+    with pytest.raises(patches.PatchError, match="changes nothing"):
+        trees.apply({"x.py": b"a\n"}, mode)
+
+
 def test_tests_are_cut_out_and_the_rest_of_the_file_stays():
     source = (
         "import unittest\n\n\nclass A(unittest.TestCase):\n    x = 1\n\n    @property\n"
@@ -226,15 +256,16 @@ def test_tests_are_cut_out_and_the_rest_of_the_file_stays():
 
 
 def honest() -> list[object]:
-    """A fixed sample: one task of each package. All of them have the same repaired tree and the
-    same suite, so that one stands for the others; LIGHTNING_RAY_SWE_ALL takes every task."""
-    if os.environ.get("LIGHTNING_RAY_SWE_ALL"):
-        return [pytest.param(record, id=record.instance_id) for record in EVERY]
+    """A fixed sample, one task of each package, and on demand every other: all of a package have
+    the same repaired tree and the same suite, so that one stands for them."""
     chosen = [next(r for r in EVERY if r.package == p) for p in sorted({r.package for r in EVERY})]
-    return [
-        pytest.param(r, id=r.instance_id, marks=[pytest.mark.slow] * (r.package != "parse"))
-        for r in chosen
-    ]
+
+    def marks(record: RepositoryTask) -> list[pytest.MarkDecorator]:
+        if record not in chosen:
+            return [pytest.mark.demand]
+        return [pytest.mark.slow] * (record.package != "parse")
+
+    return [pytest.param(r, id=r.instance_id, marks=marks(r)) for r in EVERY]
 
 
 @pytest.mark.parametrize("record", honest())
@@ -265,7 +296,7 @@ def test_a_repair_that_breaks_something_else_is_unsolved():
     broken = text + "\n\ndef findall(*a, **k):\n    return []\n"
     judgement = family.judge(record, {path: broken}, counted=True)
     assert judgement.verdict is Verdict.UNSOLVED
-    assert judgement.fail_to_pass == len(record.fail_to_pass)
+    assert judgement.right == judgement.fail_to_pass == len(record.fail_to_pass)
 
 
 def test_a_machine_on_which_the_package_itself_fails_a_test_judges_no_failure(monkeypatch):
@@ -390,12 +421,6 @@ def test_files_with_hidden_tests_and_stored_patches_hold_a_canary_that_changes_n
         assert kept.bug_patch == record.bug_patch and not canary.seen(kept.gold_patch)
 
 
-def test_a_reply_with_a_canary_has_no_reward():
-    episode = replace(EPISODE, texts=("fine", f"I found {canary.mint('git')}"))
-    with pytest.raises(GradingError, match="the reply of call 1 of attempt r-a0 holds a canary"):
-        family.grade(task_of(SMALL[0]), {"files": {}}, episode)
-
-
 def test_rewards_are_shaped_for_solved_training_rollouts_only():
     record = SMALL[0]
     shaping = family.Shaping(
@@ -406,8 +431,8 @@ def test_rewards_are_shaped_for_solved_training_rollouts_only():
         partial_credit=0.5,
     )
     solved = Judgement(Verdict.SOLVED)
-    half = Judgement(Verdict.UNSOLVED, fail_to_pass=len(record.fail_to_pass))
-    tampered = Judgement(Verdict.TAMPERED, fail_to_pass=len(record.fail_to_pass))
+    half = Judgement(Verdict.UNSOLVED, right=len(record.fail_to_pass))
+    tampered = Judgement(Verdict.TAMPERED, right=len(record.fail_to_pass))
     train = replace(EPISODE, prompt_tokens=3000)
     validation = replace(train, split=Split.VALIDATION)
 
@@ -422,18 +447,44 @@ def test_rewards_are_shaped_for_solved_training_rollouts_only():
     assert [value(j, validation) for j in (solved, half, tampered)] == [1.0, 0.0, 0.0]
 
 
-def test_who_only_seems_to_have_solved_it_has_no_partial_credit():
-    """Whatever the order of the runs: all was said to pass as it is, and something then was not."""
+def test_passing_hidden_tests_is_worth_nothing_where_no_twin_shows_that_it_is_honest():
     record, shaping = SMALL[0], family.Shaping(partial_credit=0.5)
-    passing = len(offline.suite(record, "python3").pass_to_pass)
-    forged = Judgement(Verdict.UNSOLVED, (), len(record.fail_to_pass), passing, runs=3)
-    broken = replace(forged, pass_to_pass=passing - 1)
-    assert family.shaped(forged, record, EPISODE, shaping) == 0.0
-    assert family.shaped(broken, record, EPISODE, shaping) == 0.5
-    in_image = record.model_copy(update={"package": ""})
-    assert family.shaped(broken, in_image, EPISODE, shaping) == 0.5
-    seemed = replace(broken, looked_solved=True)
-    assert family.shaped(seemed, in_image, EPISODE, shaping) == 0.0
+    said = Judgement(Verdict.UNSOLVED, fail_to_pass=len(record.fail_to_pass), looked_solved=True)
+    assert family.shaped(said, record, EPISODE, shaping) == 0.0
+    task = record.model_copy(update={"package": ""}).to_task()
+    with pytest.raises(GradingError, match="partial_credit is for packages"):
+        family.rooms(task, {}, replace(EPISODE, options={"partial_credit": 0.5}), [])
+
+
+FORGER = """
+
+from _pytest import runner as _runner
+_honest = _runner.TestReport.from_item_and_call.__func__
+def _forged(cls, item, call):
+    report = _honest(cls, item, call)
+    if item.originalname in NAMES:
+        report.outcome, report.longrepr = "passed", None
+    return report
+_runner.TestReport.from_item_and_call = classmethod(_forged)
+def findall(*a, **k):
+    return []
+"""
+
+
+@pytest.mark.slow
+def test_who_forges_the_hidden_test_and_lets_another_one_fail_has_no_partial_credit():
+    record, (path, text) = SMALL[0], next(iter(repair(SMALL[0]).items()))
+    names = {twins.function_of(test).rpartition("::")[2] for test in record.fail_to_pass}
+    forger = FORGER.replace("NAMES", repr(names))
+    broken = offline.graded_tree(record)[path].decode()
+    options = {"partial_credit": 0.5}
+    episode = replace(EPISODE, options=options)
+    mended = text + "\n\ndef findall(*a, **k):\n    return []\n"
+    values = [
+        family.grade(task_of(record), {"files": {path: changed}}, episode).value
+        for changed in (broken + forger, mended)
+    ]
+    assert values == [0.0, 0.5]
 
 
 def test_a_room_in_which_the_bug_passes_is_a_fault_and_no_verdict():

@@ -150,16 +150,37 @@ def test_a_forger_passes_as_seldom_as_the_page_says(channel, chance):
     assert wins / 3000 == pytest.approx(chance, abs=0.03)
 
 
-def test_of_an_unsolved_tree_all_that_passes_is_counted_where_it_matters():
-    suite = replace(SUITE, fail_to_pass=frozenset({A, B}), pass_to_pass=frozenset({C}))
-    counts = []
-    for counted in (False, True):
-        rng = random.Random(5)
-        found = [examined(unrepaired, suite, rng=rng, counted=counted) for _ in range(30)]
-        counts.append([judgement.fail_to_pass for judgement, _ in found])
-        assert all(judgement.verdict is Verdict.UNSOLVED for judgement, _ in found)
-    assert counts[1] == [1] * 30
-    assert {*counts[0]} == {0, 1}
+BOTH = replace(SUITE, fail_to_pass=frozenset({A, B}), pass_to_pass=frozenset({C}))
+
+
+def test_what_is_right_of_an_unsolved_tree_is_counted_where_it_matters():
+    for seed in range(30):
+        judgement, trials = examined(unrepaired, BOTH, rng=random.Random(seed), counted=True)
+        assert (judgement.verdict, judgement.right) == (Verdict.UNSOLVED, 1)
+        kinds = [trial.kind for trial in trials]
+        assert kinds[:4] == [*[Kind.MIXED] * examination.ROUNDS, Kind.AS_IT_IS]
+        judgement, trials = examined(unrepaired, BOTH, rng=random.Random(seed))
+        assert judgement.right == 0
+        # The last one shows that A fails, or the suite as it is was to run beside it.
+        assert len([trial for trial in trials if trial.kind is Kind.MIXED]) <= examination.ROUNDS
+        # And where no hidden test is right, nothing more is run for it.
+        judgement, more = examined(unrepaired, rng=random.Random(seed), counted=True)
+        assert len(more) == len(examined(unrepaired, rng=random.Random(seed))[1])
+
+
+def paid(trial: Trial) -> Report:
+    """What a forger shows for partial credit: hidden tests pass, whatever they are, and another
+    one fails."""
+    return ran(trial.mask - {A, B} | {C})
+
+
+def test_a_hidden_test_whose_twin_passed_once_is_not_right():
+    for seed in range(30):
+        judgement, trials = examined(paid, BOTH, rng=random.Random(seed), counted=True)
+        assert (judgement.verdict, judgement.right) == (Verdict.UNSOLVED, 0), seed
+        assert len([t for t in trials if t.kind is Kind.MIXED]) <= examination.ROUNDS
+    untwinned = replace(BOTH, twins={C: TWINS[C]})
+    assert examined(paid, untwinned, rng=random.Random(1), counted=True)[0].right == 0
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -41,8 +41,9 @@ from lightning_ray.tasks.swe.examination import (
 
 __all__ = ["Protection", "RoomFault", "examine", "run", "stage", "with_twins"]
 
-MAX_REPORT_BYTES = 16 << 20  # tens of thousands of test ids
-MAX_JUNIT_BYTES = 64 << 20
+# Of a report and of a JUnit file: tens of thousands of test ids. Read, they take up to a hundred
+# times that, and who makes a grader take more than it may has a fault instead of a verdict.
+MAX_REPORT_BYTES = MAX_JUNIT_BYTES = 4 << 20
 _WATCH_S = 0.1
 
 
@@ -165,7 +166,7 @@ def _run(suite: Suite, what: Given, room: Path, protection: Protection, hash_see
                 extra_groups=None if user is None else [],
             )  # fmt: skip
         try:
-            with _watched(process, protection.passed):
+            with watched(process, protection.passed):
                 ready, told = converse(ours, what.say, deadline, MAX_REPORT_BYTES)
                 status = wait(process, deadline)
         finally:
@@ -180,7 +181,7 @@ def _run(suite: Suite, what: Given, room: Path, protection: Protection, hash_see
 
 
 @contextlib.contextmanager
-def _watched(process: subprocess.Popen[bytes], passed: Callable[[int], bool]) -> Iterator[None]:
+def watched(process: subprocess.Popen[bytes], passed: Callable[[int], bool]) -> Iterator[None]:
     """Kills a process that takes too much: its tests come to no end, like any that are killed."""
     done = threading.Event()
 

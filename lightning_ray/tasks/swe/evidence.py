@@ -5,7 +5,8 @@ status, report, JUnit file), with every contradiction between them, and `weigh` 
 a verdict. Pure.
 
 Invariants: a report with a contradiction is never SOLVED; a run in which a canary or a twin does
-not fail is never SOLVED. Standard library only: it also runs in a repository's own image.
+not fail is never SOLVED; what code under test left can be anything, and reading it raises nothing
+and shows people bounded lines. Standard library only: it also runs in a repository's own image.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ CANARIES = (  # each fails by another mechanism that an attack may disable
     "        self.assertEqual({1}, {2})\n",
     "def test_{0}():\n    with pytest.raises(KeyError):\n        {{{1}: 0}}[{1}]\n",
 )
+
+_MOST_SHOWN = 200  # characters of one thing that code under test could have named
 
 Tree = dict[str, bytes]
 
@@ -95,12 +98,14 @@ class Report:
 class Judgement:
     """A verdict, why, how many of the expected tests passed (of those that were seen as they are,
     if the suite never ran as it is), and, where they were made for this verdict, how many hidden
-    tests had twins."""
+    tests had twins. `right` of the hidden tests did all that a solved one does, passed and failed
+    as twins, although the verdict is another one; only counted where that is asked for."""
 
     verdict: Verdict
     evidence: tuple[str, ...] = ()
     fail_to_pass: int = 0
     pass_to_pass: int = 0
+    right: int = 0
     runs: int = 1
     seconds: float = 0.0
     twins: int | None = None
@@ -120,25 +125,24 @@ def weigh(
         return Verdict.UNSOLVED, (f"still running after {suite.timeout_s:g} s",)
     if not report.outcomes:
         return Verdict.UNSOLVED, (f"the tests ended early, with status {report.exit_status}",)
-    alive = {
-        name
-        for name in mask
-        if not any(
-            outcome == "failed" and suite.function(test_id) == name
-            for test_id, outcome in report.outcomes.items()
-        )
-    }
+    alive = mask - failing(report, suite)
     spared = mask | (suite.touchy if mask else frozenset())
     wanted = [test for test in suite.expected if suite.function(test) not in spared]
     missed = sorted(test for test in wanted if not report.passed(test))
     if alive and not missed and report.errors:
-        return Verdict.UNSOLVED, (f"{report.errors[0]} could not be collected",)
+        return Verdict.UNSOLVED, (f"{shown(report.errors[0])} could not be collected",)
     if alive and not missed:
-        listed = ", ".join(sorted(alive)[:3])
+        listed = ", ".join(map(shown, sorted(alive)[:3]))
         return Verdict.TAMPERED, (f"{len(alive)} tests that must fail did not: {listed}",)
     if missed:
-        return Verdict.UNSOLVED, (f"{len(missed)} tests did not pass: {missed[0]}",)
+        return Verdict.UNSOLVED, (f"{len(missed)} tests did not pass: {shown(missed[0])}",)
     return Verdict.SOLVED, ()
+
+
+def failing(report: Report, suite: Suite) -> frozenset[str]:
+    """The functions with a test that failed."""
+    outcomes = report.outcomes.items()
+    return frozenset(suite.function(test) for test, outcome in outcomes if outcome == "failed")
 
 
 def read(
@@ -159,21 +163,26 @@ def read(
         early = ("exit status 0, but no report",) if status == 0 else ()
         return Report(status, evidence=early, seconds=seconds)
     try:
-        tree = json.loads(told)
-        authentic = hmac.compare_digest(str(tree["nonce"]), nonce)
-        outcomes = {str(k): str(v) for k, v in tree["outcomes"].items()}
-        names = {str(k): str(v) for k, v in tree["names"].items()}
-        collected = frozenset(map(str, tree["collected"]))
-        errors = tuple(map(str, tree["errors"]))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return _compared(told, status, nonce, junit, canary, seconds)
+    except Exception:  # of whatever kind: nothing here is ours but the question
         return Report(status, evidence=("the report cannot be read",), seconds=seconds)
-    cpu = tree.get("cpu")
+
+
+def _compared(
+    told: bytes, status: int, nonce: str, junit: bytes | None, canary: str, seconds: float
+) -> Report:
+    """`read` of a run that came to its end. May raise anything."""
+    tree = json.loads(told)
+    outcomes = {str(k): str(v) for k, v in tree["outcomes"].items()}
+    names = {str(k): str(v) for k, v in tree["names"].items()}
+    collected = frozenset(map(str, tree["collected"]))
+    authentic = hmac.compare_digest(str(tree["nonce"]), nonce)
     evidence = [] if authentic else ["the report has another nonce"]
     birds = {test for test in outcomes if test.startswith(f"{canary}::")}
     if len(birds) != len(CANARIES) or not birds <= collected:
         evidence.append(f"{len(birds)} of {len(CANARIES)} canaries ran")
     if singing := sorted(test for test in birds if outcomes[test] != "failed"):
-        evidence.append(f"a canary did not fail: {outcomes[singing[0]]}")
+        evidence.append(f"a canary did not fail: {shown(outcomes[singing[0]])}")
     if status != 1:
         evidence.append(f"exit status {status}, although canaries fail")
     if outcomes.keys() != collected:
@@ -183,11 +192,17 @@ def read(
         status,
         {test: outcome for test, outcome in outcomes.items() if test not in birds},
         collected - birds,
-        errors,
+        tuple(map(str, tree["errors"])),
         tuple(evidence),
         seconds,
-        float(cpu) if isinstance(cpu, (int, float)) else 0.0,
+        float(tree.get("cpu", 0.0)),
     )
+
+
+def shown(text: str) -> str:
+    """What people are shown of a text that may be anybody's: one line, not for ever."""
+    line = "".join(each if each.isprintable() else "?" for each in text[:_MOST_SHOWN])
+    return line + "..." * (len(text) > _MOST_SHOWN)
 
 
 def _junit_against(
@@ -199,7 +214,9 @@ def _junit_against(
     if b"<!DOCTYPE" in junit:
         return ["the JUnit file is no JUnit file"]
     try:
-        cases = list(ElementTree.fromstring(junit).iter("testcase"))
+        # pytest's encoding, whatever the file says of itself: else a DOCTYPE could be hidden in it.
+        parser = ElementTree.XMLParser(encoding="utf-8")
+        cases = list(ElementTree.fromstring(junit, parser).iter("testcase"))
     except ElementTree.ParseError:
         return ["the JUnit file is no JUnit file"]
     bad: dict[str, int] = {}

@@ -36,6 +36,7 @@ from lightning_ray.tasks.swe.evidence import (
     Tree,
     Verdict,
     canaries,
+    failing,
     weigh,
 )
 
@@ -101,9 +102,9 @@ def wanted(
     counted: bool = False,
     rng: random.Random | None = None,
 ) -> list[Trial] | Judgement:
-    """The verdict after `done`, or what is to be run for one. With `counted` a suite with twins
-    runs as it is also where it is unsolved, so that each test that passes is counted; else only
-    those are that were seen as they are.
+    """The verdict after `done`, or what is to be run for one. With `counted` an unsolved tree goes
+    on as a solved one does while some hidden test does what a repair's would, so that those are
+    known (`Judgement.right`) of which no twin passed.
 
     Raises:
         RoomFault: the known-bad tree is not unsolved.
@@ -120,9 +121,12 @@ def wanted(
             break
     if verdict is Verdict.SOLVED and (missing := _missing(suite, done, known_bad, rng)):
         return missing
+    right = _right(suite, done) if counted and verdict is Verdict.UNSOLVED else frozenset[str]()
+    if right and (missing := _missing(suite, done, False, rng)):
+        return missing
     whole = next((report for trial, report in done if trial.kind is Kind.AS_IT_IS), None)
     doubtful = verdict is Verdict.TAMPERED and not contradicted  # a bug may do what a twin wants
-    if whole is None and (doubtful or (counted and verdict is Verdict.UNSOLVED)):
+    if whole is None and doubtful:
         return [Trial(Kind.AS_IT_IS)]
     if doubtful and whole and weigh(whole, suite)[0] is Verdict.UNSOLVED:
         verdict, evidence = weigh(whole, suite)
@@ -132,6 +136,7 @@ def wanted(
         evidence,
         fail_to_pass=len(suite.fail_to_pass & passed),
         pass_to_pass=len(suite.pass_to_pass & passed),
+        right=len(right),
         runs=len(done),
         seconds=sum(report.seconds for _, report in done),
     )
@@ -175,6 +180,26 @@ def _passed(suite: Suite, done: Done) -> set[str]:
         for test in suite.expected
         if report.passed(test) and suite.function(test) not in trial.mask
     }
+
+
+def _right(suite: Suite, done: Done) -> frozenset[str]:
+    """The hidden tests that did in every run so far what a repair's do: passed as they are, and
+    failed as twins."""
+    ours = [(t.mask, report) for t, report in done if t.kind in (Kind.AS_IT_IS, Kind.MIXED)]
+    if any(report.evidence for _, report in ours):
+        return frozenset()
+    found = suite.fail_to_pass
+    for mask, report in ours:
+        spared = suite.touchy if mask else frozenset[str]()
+        passed = {test for test in found if report.passed(test) or suite.function(test) in spared}
+        names = failing(report, suite)
+        found = frozenset(
+            test
+            for test in found
+            if (name := suite.function(test)) in suite.twins and suite.twins[name]
+            if (name in names if name in mask else test in passed)
+        )
+    return found
 
 
 def tree_of(

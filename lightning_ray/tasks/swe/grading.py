@@ -38,11 +38,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lightning_ray import canary
-from lightning_ray.records import Json, Reward, Task
+from lightning_ray.records import Json, Reward, Split, Task
 from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
 from lightning_ray.tasks.swe import twins
-from lightning_ray.tasks.swe.cleanroom import converse, kill, wait
+from lightning_ray.tasks.swe.cleanroom import converse, kill, wait, watched
+from lightning_ray.tasks.swe.protection import takes_too_much
 from lightning_ray.tasks.swe.workspace import acceptable, write_files
 
 TIME_LIMIT_S = 20.0  # hundreds of times what the embedded tests take
@@ -98,10 +99,10 @@ def grade(task: Task, result: dict[str, Any] | None, episode: Episode) -> Reward
 
     `value` is shaped so that a group of beginners differs: 0.1 for a command in a code block, 0.4
     if the expected file was written, 0.6 if it contains the expected word, 1.0 only if all hidden
-    tests pass.
+    tests pass. Who forged has 0, and in validation only 1.0 counts.
 
     Raises:
-        GradingError: the grader failed (no space, no process, ...), or a canary was seen.
+        GradingError: the grader failed (no space, no process, ...).
     """
     files = (result or {}).get("files", {})
     return _reward(task, result or {}, episode, run_hidden_tests(task, files))
@@ -135,11 +136,11 @@ def judge(
     """The reward, given what the room said.
 
     Raises:
-        GradingError: the tests did not start, or a canary was seen.
+        GradingError: the tests did not start.
     """
     if order is None or report is None or report.overran:
         return _reward(task, result or {}, episode, TestRun(Verdict.FAILED))
-    lines = [*report.said.encode().split(b"\n"), b"", b""]
+    lines = [*report.said.encode(errors="replace").split(b"\n"), b"", b""]
     if lines[0] != b"ready":
         said = report.tail.splitlines() or ["no message"]
         raise GradingError(f"task {task.task_id}: the test process did not start: {said[-1]}")
@@ -152,11 +153,6 @@ def judge(
 
 
 def _reward(task: Task, result: dict[str, Any], episode: Episode, run: TestRun) -> Reward:
-    if seen := canary.first_seen(episode.texts):
-        raise GradingError(
-            f"task {task.task_id}: the reply of call {seen[0]} of attempt {episode.attempt_id} "
-            f"holds a canary ({seen[1]}): the agent saw what it must not, and its rollout is void"
-        )
     files: dict[str, str | None] = result.get("files", {})
     content = files.get(task.fields.get("expected_file", ""))
     word = task.fields.get("expected_word")
@@ -164,7 +160,9 @@ def _reward(task: Task, result: dict[str, Any], episode: Episode, run: TestRun) 
     contains = content is not None and word is not None and word in content
     expected = len(_expected(task))
     solved = run.verdict is Verdict.PASSED
-    parts = [(1.0, solved), (0.6, contains), (0.4, content is not None), (0.1, command)]
+    parts = [(1.0, solved)]
+    if episode.split is Split.TRAIN and run.verdict is not Verdict.FORGED:
+        parts += [(0.6, contains), (0.4, content is not None), (0.1, command)]
     return Reward(
         value=next((value for value, reached in parts if reached), 0.0),
         solved=solved,
@@ -248,16 +246,16 @@ def _run(task: Task, folder: str) -> TestRun:
                 start_new_session=True,
             )
         try:
-            lines = converse(
-                ours, json.dumps(exam.order).encode() + b"\n", deadline, MAX_REPORT_BYTES
-            )
-            exit_code = wait(process, deadline)
+            said = json.dumps(exam.order).encode() + b"\n"
+            with watched(process, takes_too_much):
+                lines = converse(ours, said, deadline, MAX_REPORT_BYTES)
+                exit_code = wait(process, deadline)
         finally:
             kill(process)
         if lines[0] != b"ready":
             errors.seek(0)
-            said = errors.read(4096).decode(errors="replace").splitlines() or ["no message"]
-            raise GradingError(f"task {task.task_id}: the test process did not start: {said[-1]}")
+            told = errors.read(4096).decode(errors="replace").splitlines() or ["no message"]
+            raise GradingError(f"task {task.task_id}: the test process did not start: {told[-1]}")
     if exit_code is None:
         return TestRun(Verdict.TIMEOUT)
     return exam.weigh(lines[1], exit_code)
@@ -313,7 +311,7 @@ def weigh(
         told = json.loads(report)
         verdicts: dict[str, str] = dict(told["verdicts"])
         authentic = hmac.compare_digest(str(told["nonce"]), nonce)
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except Exception:  # of whatever kind: code under test can have written it
         return TestRun(Verdict.FORGED)
     classes = {test.rpartition(".")[0] for test in expected | wrong}
     birds = {f"{case}.{name}" for case in classes for name in canaries}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import filelock
 
-from lightning_ray.tasks.swe import sources, twins, witness
+from lightning_ray.tasks.swe import layout, sources, twins, witness
 from lightning_ray.tasks.swe.evidence import Report, Suite
 from lightning_ray.tasks.swe.measure import candidates
 from lightning_ray.tasks.swe.record import RepositoryTask
@@ -131,8 +131,7 @@ class Memory:
             record.model_dump(mode="json", exclude={"problem_statement", "hints_text"}),
             suite.repository,
             suite.options,
-            Path(witness.__file__).read_text(),
-            Path(twins.__file__).read_text(),
+            *(Path(str(part.__file__)).read_text() for part in (layout, twins, witness)),
         ]
         digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
         self._path = sources.cache() / "imaged" / f"{digest}.json"

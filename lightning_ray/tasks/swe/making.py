@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import Any
 from lightning_ray.records import Json, Split
 from lightning_ray.tasks.swe import (
     cleanroom,
+    journal,
     measure,
     patches,
     protection,
@@ -173,11 +174,11 @@ def _judge_all(
     package: Package, suite: Suite, bugs: list[Bug], folder: Path, say: Say
 ) -> list[Json]:
     """The rows of the bugs that make tasks, and the reasons of the others, in their order."""
-    journal = folder / "judged.jsonl"
-    known = {row["key"]: row for row in map(json.loads, _lines(journal))}
+    judged = folder / "judged.jsonl"
+    known = {row["key"]: row for row in map(json.loads, journal.whole(judged))}
     rows: list[Json] = []
     started = time.monotonic()
-    with ThreadPoolExecutor(WORKERS) as pool, journal.open("a") as log:
+    with ThreadPoolExecutor(WORKERS) as pool, judged.open("a") as log:
         for start in range(0, len(bugs), WORKERS):
             if sum("reason" not in row for row in rows) >= TASKS_PER_PACKAGE:
                 break
@@ -193,13 +194,6 @@ def _judge_all(
                 spent = time.monotonic() - started
                 say(f"{package.name}: {len(rows)} of {len(bugs)} bugs, {kept} tasks, {spent:.0f} s")
     return [{k: v for k, v in row.items() if k != "key"} for row in rows]
-
-
-def _lines(path: Path) -> Iterator[str]:
-    if path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):  # else the run was killed while it was written
-                yield line
 
 
 def _key(bug: Bug) -> str:

@@ -128,6 +128,8 @@ def _sections(diff: str) -> Iterator[tuple[int, list[str]]]:
             left = [int(side.partition(",")[2] or 1) for side in found.groups()[:2]]
         elif line.startswith("diff --git " if git else "--- "):
             starts.append(number)
+    if not starts:
+        raise PatchError(f"no file's header in a text of {len(lines)} lines: it is no diff")
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         yield start + 1, lines[start:end]
 

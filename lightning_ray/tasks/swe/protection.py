@@ -43,7 +43,7 @@ def protection() -> Protection:
             runtime.warm()
         return argv
 
-    return Protection(before, _takes_too_much)
+    return Protection(before, takes_too_much)
 
 
 def missing() -> str:
@@ -86,6 +86,7 @@ def _digest(package: Package, suite: Suite) -> str:
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
 
 
-def _takes_too_much(pid: int) -> bool:
+def takes_too_much(pid: int) -> bool:
+    """Whether a process and what it started take more than a run of tests may."""
     tree = usage.descendants(pid)
     return len(tree) > MAX_PROCESSES or sum(tree.values()) > MAX_MEMORY_BYTES

@@ -7,8 +7,8 @@ write one; `to_task` is what a run consumes. The two forms look alike but mean o
 
 Invariants: a record is checked when it is made, and a bad row is a RecordError that names the
 instance and the column; `from_row(to_smith())` and `from_row(to_bench())` keep what the form has
-columns for; the statement is all that an agent reads of a task; neither a gold patch nor a
-SWE-bench test patch is left in a task's fields beyond what grading needs.
+columns for; the statement is all that an agent reads of a task; its fields, patches among them,
+are for those who lay it out and grade it.
 """
 
 from __future__ import annotations
@@ -183,13 +183,10 @@ class RepositoryTask(BaseModel):
     def to_task(self) -> Task:
         """What a run consumes. The agent reads the statement; the fields stay with the operator's
         processes (`prepare` lays the broken tree out, the grader runs the tests). Hints are left
-        out, since nobody needs them there, and so is SWE-bench's gold patch of a package, whose
-        tests have been measured. Before a patch stands a canary, in a line that `from_row` takes
-        off and `git apply` ignores: who reads a stored task gives itself away."""
+        out, since nobody needs them there. Before a patch stands a canary, in a line that
+        `from_row` takes off and `git apply` ignores: who reads a stored task gives itself away."""
         hidden = {"instance_id", "problem_statement", "hints_text", "log_parser", "eval_type"}
         hidden |= {"eval_script"}
-        if self.format is Format.SWE_BENCH and self.package:
-            hidden |= {"patch"}
         fields = self.model_dump(mode="json", exclude=hidden, exclude_defaults=True)
         if fields.get("patch"):
             fields["patch"] = f"# {canary.mint('gold', self.instance_id)}\n{fields['patch']}"

@@ -58,7 +58,7 @@ class Shaping(BaseModel):
     prompt_penalty: float = Field(0.0, ge=0, le=1)  # per 1,000 tokens of the longest prompt ...
     free_prompt_tokens: int = Field(0, ge=0)  # ... beyond these
     least_solved: float = Field(0.1, gt=0, le=1)  # a solved rollout stays better than any other
-    # Times the share of failing tests that pass, for an unsolved rollout that never looked solved.
+    # Times the share of hidden tests that pass and whose twins fail, for an unsolved rollout.
     partial_credit: float = Field(0.0, ge=0, lt=1)
 
 
@@ -151,7 +151,7 @@ def grade(task: Task, result: Mapping[str, Any] | None, episode: Episode) -> Rew
     """The reward of what `collect` found.
 
     Raises:
-        GradingError: there is no verdict, or a canary was seen.
+        GradingError: there is no verdict.
     """
     record, options = _asked(task, episode)
     counted = _counted(options, episode)
@@ -221,7 +221,7 @@ def _rooms_of_image(
 
 
 def _counted(options: Options, episode: Episode) -> bool:
-    """Whether it matters how many tests of an unsolved rollout pass: that takes a run more."""
+    """Whether it matters which tests of an unsolved rollout pass: that takes further runs."""
     return options.partial_credit > 0 and episode.split is Split.TRAIN
 
 
@@ -282,10 +282,10 @@ def _asked(task: Task, episode: Episode) -> tuple[RepositoryTask, Options]:
             f"task {task.task_id}: task.grader_options.{min(unused)} is for repositories that only "
             "their image has"
         )
-    if seen := canary.first_seen(episode.texts):
+    if not record.package and options.partial_credit:
         raise GradingError(
-            f"task {task.task_id}: the reply of call {seen[0]} of attempt {episode.attempt_id} "
-            f"holds a canary ({seen[1]}): the agent saw what it must not, and its rollout is void"
+            f"task {task.task_id}: task.grader_options.partial_credit is for packages: in an image "
+            "no twin runs before all tests pass, and without one passing is no proof"
         )
     return record, options
 
@@ -314,15 +314,6 @@ def _reward(
     )
 
 
-def _looked_solved(judgement: Judgement, record: RepositoryTask) -> bool:
-    """Whether every expected test of the suite as it is passed. Of an unsolved rollout: a repair
-    does that and goes on to pass, so somebody said so of what is none."""
-    if not record.package:
-        return judgement.looked_solved
-    expected = offline.suite(record, "python3").expected
-    return judgement.fail_to_pass + judgement.pass_to_pass == len(expected)
-
-
 def merged(
     tree: Tree, changes: Mapping[str, str | None], also: frozenset[str] = frozenset()
 ) -> Tree | None:
@@ -341,11 +332,8 @@ def shaped(
     solved = judgement.verdict is Verdict.SOLVED
     if episode.split is Split.VALIDATION or judgement.verdict is Verdict.TAMPERED:
         return float(solved)
-    if not solved and _looked_solved(judgement, record):
-        return 0.0
     if not solved:
-        share = judgement.fail_to_pass / max(len(record.fail_to_pass), 1)
-        return shaping.partial_credit * share
+        return shaping.partial_credit * judgement.right / max(len(record.fail_to_pass), 1)
     turns = max(len(episode.texts) - shaping.free_turns, 0)
     tokens = max(episode.prompt_tokens - shaping.free_prompt_tokens, 0)
     penalty = turns * shaping.turn_penalty + tokens / 1000 * shaping.prompt_penalty

@@ -20,13 +20,18 @@ from lightning_ray.tasks.swe.evidence import Tree
 
 
 def apply(tree: Tree, diff: str) -> Tree:
-    """The tree after a diff. Raises PatchError: it does not apply, exactly and in every hunk."""
+    """The tree after a diff. Raises PatchError: it does not apply, exactly and in every hunk, or
+    changes nothing."""
     touched = patches.paths(diff)
+    before = {path: content for path, content in tree.items() if path in touched}
     with tempfile.TemporaryDirectory(prefix="lr-apply-") as name:
         folder = Path(name)
-        stage({path: content for path, content in tree.items() if path in touched}, folder)
+        stage(before, folder)
         argv = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", "-"]
-        env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "GIT_CEILING_DIRECTORIES": "/", "HOME": name}
+        # Where temporary files lie in a repository, git would skip paths that are not below it.
+        ceiling = str(folder.resolve().parent)
+        path = "/usr/local/bin:/usr/bin:/bin"
+        env = {"PATH": path, "GIT_CEILING_DIRECTORIES": ceiling, "HOME": name}
         done = subprocess.run(argv, input=diff.encode(), cwd=folder, capture_output=True, env=env)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
@@ -36,6 +41,8 @@ def apply(tree: Tree, diff: str) -> Tree:
             for path in folder.rglob("*")
             if path.is_file() and not path.is_symlink()
         }
+    if after == before:
+        raise patches.PatchError("the patch changes nothing")
     return {path: content for path, content in tree.items() if path not in touched} | after
 
 

@@ -16,7 +16,8 @@ import errno
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_ray.records import Task
 MAX_FILE_BYTES = 64 * 1024  # a repair by hand is smaller; a dump of data is not a repair
 MAX_FILES = 64  # likewise
 MAX_REFUSED = 64  # entries listed, not looked at; a harness can make a million files
-MAX_ENTRIES = 10_000  # directory entries looked at, for the same reason
+MAX_ENTRIES = 10_000  # new files and folders looked at, for the same reason
 
 MAX_PATH = 1024  # characters; the same path must fit below the grader's own folder
 
@@ -131,17 +132,17 @@ def changes(
     refused: dict[str, str] = {}
     modes: dict[str, str] = {}  # of what is read all the same
     seen: set[str] = set()
-    found = list(itertools.islice(_walk(workspace), MAX_ENTRIES + 1))
     # What was there comes first: a repair must not be crowded out by what tools leave.
-    for entries, (path, entry) in enumerate(sorted(found, key=lambda each: each[0] not in before)):
+    known = [(path, None) for path in _left(before, workspace)]
+    new = (each for each in _walk(workspace) if each[0] not in before)
+    for entries, (path, problem) in enumerate(itertools.chain(known, new), -len(known)):
         if entries >= MAX_ENTRIES:
-            refused["."] = f"not read after {entries} entries, {len(refused)} of them refused"
-            seen.update(before)  # a file that was not reached is not a deleted one
+            refused["."] = f"not read after {entries} new entries, {len(refused)} files refused"
             break
         seen.add(path)
         try:
             largest = max(max_file_bytes, len(before.get(path, b"")))
-            content, odd = _read(path, entry, largest)
+            content, odd = _read(workspace, path, problem, largest)
             if odd:
                 modes[path] = "its mode does not count"
             if content == before.get(path):
@@ -210,12 +211,35 @@ def _quoted(path: str) -> str:
     return '"' + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in path.encode()) + '"'
 
 
-def _walk(root: Path) -> Iterator[tuple[str, os.DirEntry[str] | OSError]]:
+def _left(before: Iterable[str], root: Path) -> Iterator[str]:
+    """Those of `before` that are still there, as whatever but a folder, and not behind a link."""
+    real = {""}
+
+    def there(path: str) -> int:
+        """The mode of what is there; 0: nothing."""
+        folder = path.rpartition("/")[0]
+        if folder not in real and not stat.S_ISDIR(there(folder)):
+            return 0
+        real.add(folder)
+        try:
+            return os.lstat(root / path).st_mode
+        except OSError:
+            return 0
+
+    for path in sorted(before):
+        if not _ignored(path) and (mode := there(path)) and not stat.S_ISDIR(mode):
+            yield path
+
+
+def _walk(root: Path) -> Iterator[tuple[str, OSError | None]]:
     """Everything below `root` that is not a real folder, with its relative path; for a folder that
     cannot be read, the reason. Not recursive, since a harness can nest folders very deep."""
-    folders = [""]
+    folders, looked_at = [""], 0
     while folders:
-        prefix = folders.pop()
+        prefix, looked_at = folders.pop(), looked_at + 1
+        if looked_at > MAX_ENTRIES:  # of empty ones a disk has room for millions
+            yield prefix[:MAX_PATH], OSError(errno.EMFILE, f"more than {MAX_ENTRIES} folders")
+            return
         try:
             if len(prefix) > MAX_PATH:
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
@@ -227,7 +251,7 @@ def _walk(root: Path) -> Iterator[tuple[str, os.DirEntry[str] | OSError]]:
         below = []
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
-                yield prefix + entry.name, entry
+                yield prefix + entry.name, None
             elif entry.name == ".git" and prefix:
                 yield prefix + entry.name, OSError(errno.EISDIR, "a repository of its own")
             elif entry.name not in IGNORED_FOLDERS:
@@ -235,16 +259,16 @@ def _walk(root: Path) -> Iterator[tuple[str, os.DirEntry[str] | OSError]]:
         folders += reversed(below)
 
 
-def _read(path: str, entry: os.DirEntry[str] | OSError, most: int) -> tuple[bytes, bool]:
+def _read(root: Path, path: str, problem: OSError | None, most: int) -> tuple[bytes, bool]:
     """What is in a small regular file, and whether its mode is more than a text's. Raises
     ValueError, with the reason, for anything else."""
-    if isinstance(entry, OSError):
-        raise ValueError(f"cannot be read: {entry.strerror}")
-    if not entry.is_file(follow_symlinks=False):
-        raise ValueError("not a regular file")
+    if problem:
+        raise ValueError(f"cannot be read: {problem.strerror}")
     try:
+        if not stat.S_ISREG(os.lstat(root / path).st_mode):
+            raise ValueError("not a regular file")
         path.encode()
-        descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except UnicodeEncodeError:
         raise ValueError("its name is not UTF-8") from None
     except OSError as error:
