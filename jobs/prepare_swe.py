@@ -2,7 +2,8 @@
 
 python jobs/prepare_swe.py rows.jsonl --out data/swe
 python jobs/prepare_swe.py SWE-bench/SWE-smith:train --held-out SWE-bench/SWE-bench_Verified:test \
-    --out data/swe --probe examples/swe/qwen3.5-9b.yaml samples=4
+    --out data/swe runner=kubernetes kubernetes.namespace=lightning-ray-rollouts workers=64
+python jobs/prepare_swe.py rows.jsonl --out data/swe --probe examples/swe/offline.yaml samples=4
 """
 
 import sys

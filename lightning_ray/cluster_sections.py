@@ -43,8 +43,8 @@ class KubernetesSection(Section):
     )
     harness_venv: str = Field(
         "/opt/harness",
-        description="Where the image has the harness: {venv} of its recipe (`python -m "
-        "lightning_ray install RECIPE --into PATH` makes it).",
+        description="Where the image has the harness: {venv} of its recipe, a virtual environment "
+        "with the recipe's packages.",
     )
     python: str = Field(
         "python3",

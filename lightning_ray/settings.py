@@ -30,45 +30,25 @@ from lightning_ray.sections import (
     TaskSection,
 )
 
-__all__ = ["AlgorithmSection", "GatewaySection", "ModelSection", "RunConfig"]
-
 
 class RunConfig(Section):
     """Everything that a run can be told."""
 
-    run: RunSection = Field(default_factory=RunSection, description="The run itself.")
-    model: ModelSection = Field(default_factory=ModelSection, description="The policy.")
-    engine: EngineSection = Field(default_factory=EngineSection, description="vLLM actors.")
-    sampling: SamplingSection = Field(
-        default_factory=SamplingSection, description="How the policy is sampled."
-    )
-    gateway: GatewaySection = Field(
-        default_factory=GatewaySection, description="What harnesses talk to."
-    )
-    harness: HarnessSection = Field(
-        default_factory=HarnessSection, description="The agent program."
-    )
-    rollout: RolloutSection = Field(
-        default_factory=RolloutSection, description="How harnesses are run."
-    )
+    run: RunSection = Field(RunSection(), description="The run itself.")
+    model: ModelSection = Field(ModelSection(), description="The policy.")
+    engine: EngineSection = Field(EngineSection(), description="vLLM actors.")
+    sampling: SamplingSection = Field(SamplingSection(), description="How the policy is sampled.")
+    gateway: GatewaySection = Field(GatewaySection(), description="What harnesses talk to.")
+    harness: HarnessSection = Field(HarnessSection(), description="The agent program.")
+    rollout: RolloutSection = Field(RolloutSection(), description="How harnesses are run.")
     kubernetes: KubernetesSection = Field(
-        default_factory=KubernetesSection, description="Rollouts as Kubernetes Jobs."
+        KubernetesSection(), description="Rollouts as Kubernetes Jobs."
     )
-    task: TaskSection = Field(
-        default_factory=TaskSection, description="Data, workspaces and grading."
-    )
-    samples: SamplesSection = Field(
-        default_factory=SamplesSection, description="From calls to training rows."
-    )
-    algorithm: AlgorithmSection = Field(
-        default_factory=AlgorithmSection, description="Advantages and loss."
-    )
-    trainer: TrainerSection = Field(
-        default_factory=TrainerSection, description="verl policy workers."
-    )
-    tracking: TrackingSection = Field(
-        default_factory=TrackingSection, description="Where metrics go."
-    )
+    task: TaskSection = Field(TaskSection(), description="Data, workspaces and grading.")
+    samples: SamplesSection = Field(SamplesSection(), description="From calls to training rows.")
+    algorithm: AlgorithmSection = Field(AlgorithmSection(), description="Advantages and loss.")
+    trainer: TrainerSection = Field(TrainerSection(), description="verl policy workers.")
+    tracking: TrackingSection = Field(TrackingSection(), description="Where metrics go.")
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

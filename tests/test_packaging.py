@@ -3,7 +3,10 @@ pages that list things list all of them."""
 
 from __future__ import annotations
 
+import ast
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -81,3 +84,26 @@ def test_every_test_that_the_security_page_names_is_there(repository: Path) -> N
         for name in re.findall(r"^(?:async )?def (test_\w+)\(", source, re.M)
     }
     assert len(named) > 30 and named <= there, named - there
+
+
+def test_a_module_imports_from_its_own_row_of_the_readme_or_a_lower_one(repository: Path) -> None:
+    _, table = (repository / "README.md").read_text().split("| folder | what lives there |\n")
+    rows: dict[str, int] = {}
+    for number, line in enumerate(table.split("\n\n")[0].splitlines()):
+        for name in re.findall(r"`([\w/.]+)`", line.split(" | ")[0]):
+            rows[name.removeprefix("lightning_ray/").removesuffix("/").removesuffix(".py")] = number
+    package = repository / "lightning_ray"
+    for file in package.rglob("*.py"):
+        own = file.relative_to(package).with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_ray"):
+                for alias in node.names:
+                    part = f"{node.module}.{alias.name}".split(".")[1]
+                    assert own == "__init__" or rows[part] >= rows[own], f"{file}:{node.lineno}"
+
+
+def test_a_run_without_pods_does_not_load_the_client_of_kubernetes() -> None:
+    code = "import sys, lightning_ray.run.stack, lightning_ray.run.cluster; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert "lightning_ray.rollouts.controller" in loaded and "kubernetes" not in loaded

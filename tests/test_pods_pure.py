@@ -333,6 +333,22 @@ def test_patience_ends_however_often_the_words_change() -> None:
     assert isinstance(found[0], Finish)
 
 
+def test_why_an_image_could_not_be_pulled_is_said_also_by_nodes_that_forget_it() -> None:
+    world = Reconciler(PATIENCE, 5, 100.0)
+    world.listed("jobs", [], 0.0)
+    world.listed("pods", [], 0.0)
+    world.want("j", 0.0)
+    assert world.actions(1.0) == [Create("j")]
+    world.created("j", job(), 1.0)
+    found = []
+    for now, reason in ((2.0, "ErrImagePull"), (3.0, "ImagePullBackOff"), (99.0, "")):
+        if reason:
+            world.event("pods", "MODIFIED", pod(**waiting(reason)))
+        found += world.actions(now, everything=True)
+    [ended] = found
+    assert ended.end.detail == ("ImagePullBackOff: because (ErrImagePull: because) (for 10 s)")
+
+
 def test_no_more_jobs_a_second_than_asked_for_be_it_less_than_one() -> None:
     for per_second, seconds, made in ((0.5, 10, 5), (3.0, 10, 30)):
         reconciler = Reconciler(PATIENCE, 1000, per_second)
@@ -497,7 +513,7 @@ def test_a_template_is_filled_for_a_task_and_keeps_what_it_says(tmp_path) -> Non
     assert made["metadata"]["labels"]["lightning-ray/run"] == "run1"
     assert (made["spec"]["backoffLimit"], made["spec"]["activeDeadlineSeconds"]) == (0, 100)
     assert "s3cret" not in json.dumps(made)
-    secret = manifest.secret(made, "uid", "s3cret")
+    secret = manifest.secret(made, "uid", ROOM.secret)
     assert secret["metadata"]["ownerReferences"][0]["uid"] == "uid"
     assert secret["stringData"] == {"key": "s3cret"}
 

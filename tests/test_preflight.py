@@ -107,7 +107,7 @@ class Server(BaseHTTPRequestHandler):
             self.send_response(201 if self.knows else 401)
             body["status"] = {"allowed": allowed}
         else:
-            assert "dryRun=All" in self.path
+            assert "dryRun=All" in self.path and "fieldValidation=Strict" in self.path
             self.send_response(201)
             said = 'would violate PodSecurity \\"restricted:latest\\": x'
             self.send_header("Warning", f'299 - "{said}"')

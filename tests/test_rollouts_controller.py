@@ -85,7 +85,6 @@ def grader(task: Task, result: Json | None, episode: Episode) -> Reward:
 @dataclass
 class Summary:
     calls: int
-    sampled_tokens: int
     last_fault: int | None
 
 
@@ -115,7 +114,7 @@ class MemoryStore:
     ) -> Summary:
         self.log.append(("end", attempt_id, outcome, detail))
         calls = 0 if "silent" in attempt_id else 2
-        return Summary(calls, 10 * calls, 503 if "faulty" in attempt_id else None)
+        return Summary(calls, 503 if "faulty" in attempt_id else None)
 
     async def said(self, attempt_id: str) -> tuple[list[str], int]:
         return ["one", "two"], 7

@@ -119,7 +119,7 @@ def test_a_call_recorded_twice_is_stored_once(store: RolloutStore):
 def test_an_attempt_that_ended_takes_no_more_calls(store: RolloutStore):
     store.append([make_call("c0", [1], [2, 3])])
     summary = store.end_attempt("r-a0", Outcome.COMPLETED, "", 2.0)
-    assert (summary.calls, summary.sampled_tokens, summary.last_fault) == (1, 2, None)
+    assert (summary.calls, summary.last_fault) == (1, None)
     refusals = store.append(
         [make_call("c1", [1], [2]), make_call("c2", [1], [2], attempt="nobody")]
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from lightning_ray.gateway.errors import ApiError
+from lightning_ray.gateway.errors import ApiError, bad
 
 # Levels of JSON that every part of ours, of vLLM and of a chat template can walk and print.
 MOST_LEVELS = 100
@@ -39,7 +39,7 @@ def decode(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"The body is nested deeper than {MOST_LEVELS} levels.")
     for name, most in MOST_ITEMS.items():
         if isinstance(items := data.get(name), list) and len(items) > most:
-            raise ApiError(400, f"`{name}` has {len(items)} items, {most} may be.", param=name)
+            raise bad(name, f"has {len(items)} items, {most} may be")
     return data
 
 

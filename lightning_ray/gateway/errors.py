@@ -45,6 +45,11 @@ class ApiError(Exception):
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
+def bad(where: str, what: str) -> ApiError:
+    """The 400 for a field of the request."""
+    return ApiError(400, f"`{where}` {what}.", param=where)
+
+
 def context_overflow(limit: int, prompt_tokens: int, max_tokens: int) -> ApiError:
     """The prompt does not fit. Harnesses recognise vLLM's wording and this code, and compact."""
     return ApiError(

@@ -22,9 +22,9 @@ from ray.exceptions import RayActorError
 from lightning_ray.config import RunConfig
 from lightning_ray.gateway import access
 from lightning_ray.gateway.bodies import Body, decode
-from lightning_ray.gateway.errors import ApiError
+from lightning_ray.gateway.errors import ApiError, bad
 from lightning_ray.records import Reward, RolloutSpec, Task
-from lightning_ray.rollouts import controller
+from lightning_ray.rollouts import handle
 from lightning_ray.store.errors import DuplicateReward, StoreError
 from lightning_ray.views import (
     CallPage,
@@ -69,7 +69,7 @@ class Operator:
         try:
             reward = Reward(data["reward"], data.get("solved", False), data.get("metrics", {}))
         except KeyError as error:
-            raise ApiError(400, "`reward` is missing.", param="reward") from error
+            raise bad("reward", "is missing") from error
         except (ValueError, AttributeError, TypeError) as error:
             raise ApiError(400, f"Not a reward: {error}", param="reward") from error
         try:
@@ -167,12 +167,12 @@ class Operator:
 
     async def _controller(self, method: str, *args: Any) -> Any:
         try:
-            actor = await asyncio.to_thread(controller.find, self._config)
+            actor = await asyncio.to_thread(handle.find, self._config)
         except ValueError as error:
             raise ApiError(503, "No controller runs: the run is starting or ending.") from error
         try:
             return await getattr(actor, method).remote(*args)
-        except (RayActorError, controller.ControllerStopped) as error:
+        except (RayActorError, handle.ControllerStopped) as error:
             raise ApiError(503, "The controller has stopped: the run is ending.") from error
 
 

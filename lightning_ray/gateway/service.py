@@ -215,7 +215,9 @@ class Service:
             fingerprint,
             head,
             self._make(dialect, request, memory, plan, head, fingerprint, opening.claim_id),
-            lambda: contextvars.Context().run(self._detach, attempt_id, opening.claim_id),
+            lambda: contextvars.Context().run(
+                self._tell, "detach_call", attempt_id, opening.claim_id
+            ),
         )
 
     async def _make(
@@ -352,9 +354,6 @@ class Service:
         if request.stream:
             return replay(dialect, request, answer)
         return orjson.dumps(dialect.respond(request, answer))
-
-    def _detach(self, attempt_id: str, claim_id: int) -> None:
-        self._tell("detach_call", attempt_id, claim_id)
 
     # -- housekeeping ---------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 `Box` has bubblewrap make the namespaces and mounts around `cat`, which holds them open, and lets a
 program enter them with setns(2). So a program that was forked from a warm interpreter
 (`forkserver.py`) gets the same box as one that is executed; bubblewrap alone could only do the
-latter. `Cgroup` is a control group for one program, where this machine lets us make one.
+latter.
 
 Invariants: a program that entered has no capability in any namespace and cannot get one (no new
 privileges, an empty bounding set, no further user namespaces); it shares the process, user, IPC,

@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lightning_ray.config import RunConfig
 from lightning_ray.records import FinishedRollout, Json, Outcome, Reward, RolloutSpec, RolloutState
-from lightning_ray.rollouts import harness
+from lightning_ray.rollouts import handle, harness
 from lightning_ray.rollouts.grading import (
     Episode,
     GradeRequest,
@@ -35,15 +35,22 @@ from lightning_ray.rollouts.grading import (
     ask_outside,
     grade,
 )
+from lightning_ray.rollouts.handle import ControllerStopped
 from lightning_ray.rollouts.lifecycle import Attempt, ControllerStatus, Lifecycle, Next, judge
-from lightning_ray.rollouts.local import AttemptRequest, AttemptResult, limits, run_attempt
-from lightning_ray.rollouts.pods.attempts import Pods
-from lightning_ray.rollouts.pods.preflight import in_pod
-from lightning_ray.rollouts.pods.staging import harness_key
+from lightning_ray.rollouts.local import (
+    AttemptRequest,
+    AttemptResult,
+    FamilyError,
+    limits,
+    run_attempt,
+)
+from lightning_ray.rollouts.places import in_pod
 from lightning_ray.rollouts.sandbox import wanted
 from lightning_ray.store.attempts import Known
 
-NAMESPACE = "lightning_ray"  # of Ray's actor names
+if TYPE_CHECKING:
+    from lightning_ray.rollouts.pods.attempts import Pods
+
 RESULT_EVENT = "result"  # the kind of the event that keeps what task.collect read
 _MAX_CONCURRENCY = 1000  # method calls at a time; a long poll must not hold up the others
 _INSIST_S = 5.0  # longer than a worker needs to kill a harness and remove its workspace
@@ -62,31 +69,13 @@ def start(
     # Where the driver is: only the head's pod may speak to Kubernetes.
     here = ray.get_runtime_context().get_node_id()
     named = actor.options(
-        name=_name(config),
-        namespace=NAMESPACE,
+        name=handle.name(config),
+        namespace=handle.NAMESPACE,
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
     )
-    handle = named.remote(config, store, gateway_url, run_id, list(kept))
-    handle.submit.remote(store.unfinished.remote())
-    return handle
-
-
-def find(config: RunConfig) -> Any:
-    """The handle of the run's controller.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return ray.get_actor(_name(config), namespace=NAMESPACE)
-
-
-def _name(config: RunConfig) -> str:
-    # As configured: what a relative path means depends on the process.
-    return f"controller of {config.run.name} in {config.run.dir}"
-
-
-class ControllerStopped(Exception):
-    """The run is ending; it takes no more rollouts."""
+    controller = named.remote(config, store, gateway_url, run_id, list(kept))
+    controller.submit.remote(store.unfinished.remote())
+    return controller
 
 
 class RolloutController:
@@ -113,6 +102,9 @@ class RolloutController:
         self._options = {"num_cpus": config.rollout.cpus, "scheduling_strategy": "SPREAD"}
         self._pods: Pods | None = None
         if config.rollout.launcher != "local":
+            # Here, so that other runs do not load Kubernetes' client.
+            from lightning_ray.rollouts.pods.attempts import Pods
+
             self._pods = Pods(
                 config,
                 store,
@@ -230,9 +222,9 @@ class RolloutController:
         if resumed and self._pods:
             ended = await self._pods.resume(attempt)
         else:
-            key = secrets.token_urlsafe(32)
-            harness = harness_key(key) if self._pods_of(attempt) else key
-            key_hash = hashlib.sha256(harness.encode()).hexdigest()
+            key, pods = secrets.token_urlsafe(32), self._pods_of(attempt)
+            harness_key = pods.harness_key(key) if pods else key
+            key_hash = hashlib.sha256(harness_key.encode()).hexdigest()
             await self._store.start_attempt.remote(
                 attempt_id, attempt.spec.rollout_id, attempt.number, key_hash, time.time()
             )
@@ -257,11 +249,22 @@ class RolloutController:
         await self._publish()
 
     async def _run(self, attempt: Attempt, key: str) -> AttemptResult:
-        config = self._config
         if attempt.attempt_id in self._stopped:
             return AttemptResult(Outcome.CANCELLED, "cancelled")
-        if pods := self._pods_of(attempt):
-            return await pods.run(attempt, key)
+        try:
+            if pods := self._pods_of(attempt):
+                return await pods.run(attempt, key)
+            return await self._run_on_node(attempt, key)
+        except TaskCancelledError:
+            return AttemptResult(Outcome.CANCELLED, "cancelled")
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, FamilyError) else error
+            return AttemptResult(Outcome.LAUNCH_FAULT, _last_line(cause))
+        except RayError as error:
+            return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {_first_line(error)}")
+
+    async def _run_on_node(self, attempt: Attempt, key: str) -> AttemptResult:
+        config = self._config
         request = AttemptRequest(
             attempt_id=attempt.attempt_id,
             task=attempt.spec.task,
@@ -277,21 +280,14 @@ class RolloutController:
             api_key=key,
             sandbox=wanted(config),
         )
-        try:
-            result: AttemptResult = await self._wait(
-                attempt, _run_attempt.options(**self._options).remote(request)
-            )
-            if result.lack:
-                self._lacks[result.node] = result.lack
-            else:  # a lack may have been for a moment
-                self._lacks.pop(result.node, None)
-            return result
-        except TaskCancelledError:
-            return AttemptResult(Outcome.CANCELLED, "cancelled")
-        except RayTaskError as error:
-            return AttemptResult(Outcome.LAUNCH_FAULT, _last_line(error))
-        except RayError as error:
-            return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {_first_line(error)}")
+        result: AttemptResult = await self._wait(
+            attempt, _run_attempt.options(**self._options).remote(request)
+        )
+        if result.lack:
+            self._lacks[result.node] = result.lack
+        else:  # a lack may have been for a moment
+            self._lacks.pop(result.node, None)
+        return result
 
     async def _reward(
         self, attempt: Attempt, outcome: Outcome, detail: str, result: Json | None

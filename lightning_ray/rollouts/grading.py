@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from lightning_ray.records import Json, Outcome, Reward, Split, Task
 from lightning_ray.rollouts import process
 from lightning_ray.rollouts.process import EndedBy, Limits
@@ -235,22 +237,14 @@ def _main(name: str, step: str) -> None:
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     question = json.load(sys.stdin)
-    task, told = Task(**question["task"]), question["episode"]
-    typed = {
-        "outcome": Outcome(told["outcome"]),
-        "texts": tuple(told["texts"]),
-        "split": Split(told["split"]),
-    }
-    asked = task, question["result"], Episode(**told | typed)
+    episode = TypeAdapter(Episode).validate_python(question["episode"])
+    asked = Task(**question["task"]), question["result"], episode
     if step == "grade":
         answer = pkgutil.resolve_name(name)(*asked)
         if not isinstance(answer, Reward):
             raise TypeError(f"{name} must return a lightning_ray.records.Reward, got {answer!r}")
     else:
-        runs = [
-            RoomRun(RoomOrder(**run["order"]), RoomReport(**run["report"]))
-            for run in question["runs"]
-        ]
+        runs = TypeAdapter(list[RoomRun]).validate_python(question["runs"])
         answer = _in_rooms(name.partition(":")[0], *asked, runs)
     orders = isinstance(answer, list)
     json.dump([asdict(order) for order in answer] if orders else asdict(answer), reply)

@@ -92,9 +92,6 @@ class AttemptResult:
     outcome: Outcome
     detail: str
     result: Json | None = None
-    seconds: float = 0.0
-    peak_rss_bytes: int = 0
-    cpu_seconds: float = 0.0
     node: str = ""
     lack: str = ""
 
@@ -223,9 +220,7 @@ def _run_in(box: Path, request: AttemptRequest) -> AttemptResult:
             json.dumps(result)  # it goes to the grader as JSON
         except (FamilyError, TypeError, ValueError) as error:
             outcome, detail, result = Outcome.GRADER_FAULT, f"{error} (harness: {detail})", None
-    return AttemptResult(
-        outcome, detail, result, report.seconds, report.peak_rss_bytes, report.cpu_seconds
-    )
+    return AttemptResult(outcome, detail, result)
 
 
 def _prepare(request: AttemptRequest, workspace: Path) -> Setting:

@@ -1,4 +1,4 @@
-"""Where an attempt's folders are: on this machine, and as its harness knows them.
+"""Where an attempt runs, and where its folders are: on this machine, and as its harness knows them.
 
 On a machine they lie in a folder of the attempt's own, whose name is another one each time. A
 sandbox (`sandbox.py`) and a pod (`pods/`) show them at `ROOT`, so every rollout of a group works
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from lightning_ray.config import RunConfig
+from lightning_ray.records import Task
 
 ROOT = "/lightning"
 
@@ -38,3 +41,11 @@ class Places:
 
 IN_POD = Places.below(ROOT)
 IN_SANDBOX = replace(IN_POD, tmp="/tmp")
+
+
+def in_pod(config: RunConfig, task: Task) -> bool:
+    """Whether the rollouts of `task` are Jobs; else they run on nodes of Ray."""
+    launcher = config.rollout.launcher
+    if launcher == "task":
+        launcher = task.fields.get("launcher", "local")
+    return launcher == "kubernetes"

@@ -31,8 +31,6 @@ from lightning_ray.rollouts.forkserver import Preload
 from lightning_ray.rollouts.relay import Relay
 from lightning_ray.rollouts.supervisor import EndedBy, Limits
 
-__all__ = ["EndedBy", "ExitReport", "Limits", "Sandbox", "base_environment", "marked", "run"]
-
 MARKER = "LIGHTNING_RAY_ATTEMPT"
 # Has nothing but the supervisor, which takes a tenth of a second to start otherwise.
 PLAIN = Preload(sys.executable, (), ())

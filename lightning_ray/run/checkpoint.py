@@ -14,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from lightning_ray.records import PolicyVersion
-from lightning_ray.run.cycle import Phase, Position
+from lightning_ray.run.cycle import Position
 from lightning_ray.run.groups import Group
 from lightning_ray.run.storage import BEST, STATE, Mirror
 from lightning_ray.store.log import fsync
@@ -43,18 +45,7 @@ class State:
 
     @staticmethod
     def from_json(text: str) -> State:
-        data = json.loads(text)
-        position = Position(data["position"]["step"], Phase(data["position"]["phase"]))
-        return State(
-            position,
-            PolicyVersion(**data["version"]),
-            data["checksum"],
-            data["next_place"],
-            tuple(data["consumed"]),
-            tuple(Group(**group) for group in data["pending"]),
-            tuple(PolicyVersion(**version) for version in data["ancestry"]),
-            data["ranks"],
-        )
+        return TypeAdapter(State).validate_json(text, strict=True)
 
     def descends_from(self, version: PolicyVersion) -> bool:
         """True if these weights are `version` or were trained from it."""

@@ -17,7 +17,6 @@ from lightning_ray.gateway import deploy
 from lightning_ray.placement import Device, plan
 from lightning_ray.records import Task
 from lightning_ray.rollouts import harness, sandbox
-from lightning_ray.rollouts.pods import preflight
 from lightning_ray.rollouts.sandbox import Mode
 
 # Bytes of the object store of a local Ray: batches go through it, weights do not.
@@ -92,6 +91,8 @@ def check_rollouts(
         say(f"sandbox: {note}")
         lacks[socket.gethostname()] = note
     if config.rollout.launcher != "local":
+        from lightning_ray.rollouts.pods import preflight
+
         for note in preflight.check(config, *sets):
             say(f"kubernetes: {note}")
     return lacks

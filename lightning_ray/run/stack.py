@@ -36,7 +36,6 @@ from lightning_ray.report.console import View
 from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.controller import RESULT_EVENT
 from lightning_ray.rollouts.lifecycle import ControllerStatus
-from lightning_ray.rollouts.pods.attempts import attempts_in_pods, run_id
 from lightning_ray.run.telling import Telling
 from lightning_ray.run.waiting import ProcessLost, RunError, Waiting
 from lightning_ray.samples import forest
@@ -96,7 +95,6 @@ class Stack:
             CorruptSegment: see there.
         """
         self.store = store_actor.start(self._run_dir / "store")
-        self._run_id = run_id(self._wait.get(self.store.operator_key.remote(), "its key"))
         self._kept = self._still_running()
         orphans = self.store.end_orphans.remote(time.time(), self._kept)
         self._wait.get(orphans, "opening the store")
@@ -140,6 +138,9 @@ class Stack:
         """Attempts that run on in pods, since an earlier life of the run."""
         if self.config.rollout.launcher == "local":
             return []
+        from lightning_ray.rollouts.pods.attempts import attempts_in_pods, run_id
+
+        self._run_id = run_id(self._wait.get(self.store.operator_key.remote(), "its key"))
         kept = attempts_in_pods(self.config, self._run_id)
         if kept:
             self._say(f"{len(kept)} rollouts run on in pods since the run was stopped")

@@ -16,38 +16,34 @@ import contextlib
 import pickle
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lightning_ray import canary
 from lightning_ray.line import LineEnd
-from lightning_ray.records import Call, FinishedRollout, Json, Outcome, Reward, RolloutSpec
-from lightning_ray.store.attempts import AttemptInfo, AttemptSummary, Known
+from lightning_ray.records import Call, Outcome, Reward
+from lightning_ray.store.attempts import AttemptSummary
 from lightning_ray.store.claims import Claims, Opening, Verdict
-from lightning_ray.store.depot import Depot, Refusal
+from lightning_ray.store.depot import Depot
 from lightning_ray.store.disk import FULL, disk_fault
 from lightning_ray.store.errors import StoreError, StoreLocked
 from lightning_ray.store.grouping import Grouped
 from lightning_ray.store.queries import Queries
 from lightning_ray.store.rollouts import RolloutStore
-from lightning_ray.views import (
-    CallPage,
-    CallQuery,
-    Event,
-    EventPage,
-    PageQuery,
-    RolloutDetail,
-    RolloutPage,
-    RolloutQuery,
-)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Part = TypeVar("_Part")
+_Method = Callable[Concatenate[_Part, _P], _R]
+_AsyncMethod = Callable[Concatenate["StoreActor", _P], Coroutine[Any, Any, _R]]
 
 # Answers in one commit: bounds the latency of the first of them, not the throughput.
 MOST_CALLS_PER_COMMIT = 512
@@ -71,6 +67,31 @@ class Asked:
     is_retry: bool
     known: int
     samples: int = 1
+
+
+# Methods of the actor that only pass a call on to a part of the store.
+def _stored(method: _Method[RolloutStore, _P, _R]) -> _AsyncMethod[_P, _R]:
+    @wraps(method)
+    async def passed(self: StoreActor, *args: _P.args, **more: _P.kwargs) -> _R:
+        return await self._run(method, *args, **more)
+
+    return passed
+
+
+def _queried(method: _Method[Queries, _P, _R]) -> _AsyncMethod[_P, _R]:
+    @wraps(method)
+    async def passed(self: StoreActor, *args: _P.args, **more: _P.kwargs) -> _R:
+        return await self._run(lambda store: method(store.queries, *args, **more))
+
+    return passed
+
+
+def _filed(method: _Method[Depot, _P, _R]) -> _AsyncMethod[_P, _R]:
+    @wraps(method)
+    async def passed(self: StoreActor, *args: _P.args, **more: _P.kwargs) -> _R:
+        return await self._depots(method, self._depot, *args, **more)
+
+    return passed
 
 
 class StoreActor(LineEnd):
@@ -193,15 +214,8 @@ class StoreActor(LineEnd):
 
     # -- the controller's and the driver's side -------------------------------------------------
 
-    async def create_rollouts(self, specs: list[RolloutSpec]) -> dict[str, Known]:
-        return await self._run(RolloutStore.create_rollouts, specs)
-
-    async def start_attempt(
-        self, attempt_id: str, rollout_id: str, number: int, key_hash: str, started_at: float
-    ) -> None:
-        await self._run(
-            RolloutStore.start_attempt, attempt_id, rollout_id, number, key_hash, started_at
-        )
+    create_rollouts = _stored(RolloutStore.create_rollouts)
+    start_attempt = _stored(RolloutStore.start_attempt)
 
     async def end_attempt(
         self, attempt_id: str, outcome: Outcome, detail: str, ended_at: float
@@ -213,17 +227,10 @@ class StoreActor(LineEnd):
         await self._depots(self._depot.sweep, keep)
         return await self._run(RolloutStore.end_orphans, ended_at, keep)
 
-    async def attempt(self, attempt_id: str) -> AttemptInfo | None:
-        return await self._run(RolloutStore.attempt, attempt_id)
-
-    async def record_fault(self, attempt_id: str, status: int) -> None:
-        await self._run(RolloutStore.record_fault, attempt_id, status)
-
-    async def finish_rollout(self, finished: FinishedRollout) -> None:
-        await self._run(RolloutStore.finish_rollout, finished)
-
-    async def finished(self, rollout_ids: list[str]) -> list[FinishedRollout]:
-        return await self._run(RolloutStore.finished, rollout_ids)
+    attempt = _stored(RolloutStore.attempt)
+    record_fault = _stored(RolloutStore.record_fault)
+    finish_rollout = _stored(RolloutStore.finish_rollout)
+    finished = _stored(RolloutStore.finished)
 
     async def post_reward(self, rollout_id: str, reward: Reward, source: str) -> None:
         await self._run(RolloutStore.post_reward, rollout_id, reward, source)
@@ -240,79 +247,43 @@ class StoreActor(LineEnd):
         self._rewarded.pop(rollout_id, None)
         return reward
 
-    async def grader_key(self, rollout_id: str) -> str:
-        return await self._run(RolloutStore.grader_key, rollout_id)
-
-    async def operator_key(self) -> str:
-        return await self._run(RolloutStore.operator_key)
-
-    async def calls(self, attempt_id: str) -> list[Call]:
-        return await self._run(RolloutStore.calls, attempt_id)
-
-    async def texts(self, attempt_id: str) -> list[str]:
-        return await self._run(RolloutStore.texts, attempt_id)
-
-    async def said(self, attempt_id: str) -> tuple[list[str], int]:
-        return await self._run(RolloutStore.said, attempt_id)
+    grader_key = _stored(RolloutStore.grader_key)
+    operator_key = _stored(RolloutStore.operator_key)
+    calls = _stored(RolloutStore.calls)
+    texts = _stored(RolloutStore.texts)
+    said = _stored(RolloutStore.said)
 
     # -- files for and from pods: see `Depot` ---------------------------------------------------
 
-    async def open_room(self, room: str, key_hash: str, files: dict[str, bytes]) -> None:
-        await self._depots(self._depot.open, room, key_hash, files)
+    open_room = _filed(Depot.open)
+    take_file = _filed(Depot.take)
+    opens_room = _filed(Depot.opens)
+    bring_result = _filed(Depot.bring)
+    room_result = _filed(Depot.result)
+    room_file = _filed(Depot.file)
+    close_room = _filed(Depot.close)
 
-    async def take_file(self, room: str, key: str, name: str, pod: str) -> bytes | Refusal:
-        return await self._depots(self._depot.take, room, key, name, pod)
-
-    async def opens_room(self, room: str, key: str) -> bool:
-        return await self._depots(self._depot.opens, room, key)
-
-    async def bring_result(self, room: str, key: str, content: bytes) -> Refusal | None:
-        return await self._depots(self._depot.bring, room, key, content)
-
-    async def room_result(self, room: str) -> bytes | None:
-        return await self._depots(self._depot.result, room)
-
-    async def room_file(self, room: str, name: str) -> bytes | None:
-        return await self._depots(self._depot.file, room, name)
-
-    async def close_room(self, room: str) -> None:
-        await self._depots(self._depot.close, room)
-
-    async def _depots(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def _depots(self, function: Callable[_P, _R], *args: _P.args, **more: _P.kwargs) -> _R:
         # On threads of their own: megabytes of one pod must not hold up the calls of all others.
         await self._opened()
-        return await asyncio.to_thread(function, *args)
+        return await asyncio.to_thread(function, *args, **more)
 
     # -- the operator's side: see `Queries` -----------------------------------------------------
 
-    async def unfinished(self) -> list[RolloutSpec]:
-        return await self._query(Queries.unfinished)
-
-    async def list_rollouts(self, query: RolloutQuery) -> RolloutPage:
-        return await self._query(Queries.rollouts, query)
-
-    async def show_rollout(self, rollout_id: str, with_fields: bool) -> RolloutDetail | None:
-        return await self._query(Queries.rollout, rollout_id, with_fields)
-
-    async def list_calls(self, rollout_id: str, query: CallQuery) -> CallPage | None:
-        return await self._query(Queries.calls, rollout_id, query)
-
-    async def add_event(
-        self, event_id: str, rollout_id: str, kind: str, data: Json, time: float
-    ) -> Event | None:
-        return await self._query(Queries.add_event, event_id, rollout_id, kind, data, time)
-
-    async def note_canary(self, attempt_id: str, call: int, canary: str) -> None:
-        await self._query(Queries.note_canary, attempt_id, call, canary)
+    unfinished = _queried(Queries.unfinished)
+    list_rollouts = _queried(Queries.rollouts)
+    show_rollout = _queried(Queries.rollout)
+    list_calls = _queried(Queries.calls)
+    add_event = _queried(Queries.add_event)
+    note_canary = _queried(Queries.note_canary)
+    _noted_canary = _queried(Queries.canary)
+    list_events = _queried(Queries.events)
 
     async def canary(self, attempt_id: str) -> str | None:
         """`Queries.canary`, of what the gateway noted and of the replies."""
         if said := canary.first_seen(await self.texts(attempt_id)):
             await self.note_canary(attempt_id, *said)
-        return await self._query(Queries.canary, attempt_id)
-
-    async def list_events(self, rollout_id: str, query: PageQuery) -> EventPage | None:
-        return await self._query(Queries.events, rollout_id, query)
+        return await self._noted_canary(attempt_id)
 
     # -------------------------------------------------------------------------------------------
 
@@ -320,26 +291,29 @@ class StoreActor(LineEnd):
         if self._store is not None:
             await self._run(RolloutStore.close)
 
-    async def _query(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await self._run(lambda store: function(store.queries, *args))
-
-    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def _run(
+        self,
+        function: Callable[Concatenate[RolloutStore, _P], _R],
+        *args: _P.args,
+        **more: _P.kwargs,
+    ) -> _R:
         """What `function` of the store returns; while the disk is full it is tried again."""
-        return await self._insist(partial(function, await self._opened(), *args))
+        store = await self._opened()
+        return await self._insist(lambda: function(store, *args, **more))
 
     async def _opened(self) -> RolloutStore:
         if self._store is not None:
             return self._store
         async with self._opening:
             if self._store is None:
-                store: RolloutStore = await self._insist(partial(RolloutStore, self._directory))
+                store = await self._insist(lambda: RolloutStore(self._directory))
                 # No claim of an earlier life has a number of this one.
                 self._claims.next_id = (store.epoch << 32) + 1
                 self._set_gate(updating=not store.gate_is_open)
                 self._store = store
         return self._store
 
-    async def _insist(self, function: Callable[[], Any]) -> Any:
+    async def _insist(self, function: Callable[[], _R]) -> _R:
         loop, held, started = asyncio.get_running_loop(), 0, time.monotonic()
         try:
             while True:
@@ -393,6 +367,3 @@ def start(directory: Path) -> Any:
         ),
     )
     return actor.remote(str(directory))
-
-
-__all__ = ["StoreActor", "StoreError", "start"]

@@ -35,5 +35,4 @@ class AttemptSummary:
     gave last, None if its last answer was fine."""
 
     calls: int
-    sampled_tokens: int
     last_fault: int | None

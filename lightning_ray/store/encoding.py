@@ -15,24 +15,39 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import TypeAdapter
 
 from lightning_ray.records import (
     Branch,
     Call,
     FinishedRollout,
     FinishReason,
-    Outcome,
     PolicyVersion,
     Reward,
     RolloutSpec,
-    RolloutState,
     SideCall,
     Span,
     Split,
     Task,
-    ToolCall,
     Turn,
 )
+
+# Fields of a call that are columns as they are.
+_AS_IT_IS = (
+    "call_id",
+    "attempt_id",
+    "seq",
+    "text",
+    "request",
+    "dialect",
+    "model",
+    "constrained",
+    "cached_tokens",
+    "started_at",
+    "seconds",
+)
+# Not from JSON at once: pydantic's parser refuses lone surrogates, which a model can write.
+_TURN, _FINISHED = TypeAdapter(Turn), TypeAdapter(FinishedRollout)
 
 
 def longest_shared_prefix(
@@ -58,31 +73,19 @@ def call_to_row(call: Call, parent: Call | None, shared: int) -> dict[str, objec
     pairs = zip(call.history, parent.history if parent else b"", strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return {
-        "call_id": call.call_id,
-        "attempt_id": call.attempt_id,
-        "seq": call.seq,
+        **{name: getattr(call, name) for name in (*_AS_IT_IS, "tokens", "logprobs")},
         "parent": parent.call_id if parent else None,
         "shared": shared,
         "prompt_tail": call.prompt[shared:],
-        "tokens": call.tokens,
-        "logprobs": call.logprobs,
         "span_lineages": [span.version.lineage for span in call.spans],
         "span_steps": [span.version.step for span in call.spans],
         "span_lengths": [span.length for span in call.spans],
         "finish_reason": str(call.finish_reason),
-        "text": call.text,
         "turn": json.dumps(dataclasses.asdict(call.turn)),
         "history_shared": same,
         "history_tail": call.history[same:],
         "branch": str(call.branch),
         "side": None if call.side is None else str(call.side),
-        "request": call.request,
-        "dialect": call.dialect,
-        "model": call.model,
-        "constrained": call.constrained,
-        "cached_tokens": call.cached_tokens,
-        "started_at": call.started_at,
-        "seconds": call.seconds,
     }
 
 
@@ -101,33 +104,17 @@ def call_from_row(row: pa.RecordBatch, earlier: Mapping[str, Call]) -> Call:
         history = earlier[parent].history[: scalar("history_shared")] + history
     spans = zip(*(scalar(f"span_{part}") for part in ("lineages", "steps", "lengths")), strict=True)
     return Call(
-        call_id=str(scalar("call_id")),
-        attempt_id=str(scalar("attempt_id")),
-        seq=int(scalar("seq")),
+        **{name: scalar(name) for name in _AS_IT_IS},
         prompt=prompt,
         tokens=array("tokens", np.int32),
         logprobs=array("logprobs", np.float32),
         spans=tuple(Span(PolicyVersion(lineage, step), length) for lineage, step, length in spans),
-        finish_reason=FinishReason(str(scalar("finish_reason"))),
-        text=str(scalar("text")),
-        turn=_turn(scalar("turn")),
+        finish_reason=FinishReason(scalar("finish_reason")),
+        turn=_TURN.validate_python(json.loads(scalar("turn"))),
         history=history,
         branch=Branch(scalar("branch")),
         side=SideCall(scalar("side")) if scalar("side") else None,
-        request=str(scalar("request")),
-        dialect=str(scalar("dialect")),
-        model=str(scalar("model")),
-        constrained=bool(scalar("constrained")),
-        cached_tokens=int(scalar("cached_tokens")),
-        started_at=float(scalar("started_at")),
-        seconds=float(scalar("seconds")),
     )
-
-
-def _turn(text: str) -> Turn:
-    data = json.loads(text)
-    data["tool_calls"] = tuple(ToolCall(**call) for call in data["tool_calls"])
-    return Turn(**data | {"finish_reason": FinishReason(data["finish_reason"])})
 
 
 def finished_to_json(finished: FinishedRollout) -> str:
@@ -144,11 +131,5 @@ def spec_from_row(row: tuple) -> RolloutSpec:
 def finished_from_row(row: tuple) -> FinishedRollout:
     *spec, finished = row
     data = json.loads(finished)
-    reward = data.pop("reward")
-    return FinishedRollout(
-        spec=spec_from_row(tuple(spec)),
-        state=RolloutState(data.pop("state")),
-        outcome=Outcome(data.pop("outcome")),
-        reward=Reward(**reward) if reward else None,
-        **data,
-    )
+    reward = data["reward"] and Reward(**data["reward"])
+    return _FINISHED.validate_python({**data, "spec": spec_from_row(tuple(spec)), "reward": reward})

@@ -165,14 +165,13 @@ class RolloutStore:
                 (outcome, detail, ended_at, attempt_id),
             )
         self._live.pop(attempt_id, None)
-        calls, sampled = self._db.execute(
-            "select count(*), coalesce(sum(sampled), 0) from calls where attempt_id = ?",
-            (attempt_id,),
+        (calls,) = self._db.execute(
+            "select count(*) from calls where attempt_id = ?", (attempt_id,)
         ).fetchone()
         fault = self._db.execute(
             "select last_fault from attempts where attempt_id = ?", (attempt_id,)
         ).fetchone()
-        return AttemptSummary(calls, sampled, fault[0] if fault else None)
+        return AttemptSummary(calls, fault[0] if fault else None)
 
     def end_orphans(self, ended_at: float, keep: Iterable[str] = ()) -> int:
         """Ends the attempts that a crashed run left open, except `keep`, which run on; returns how

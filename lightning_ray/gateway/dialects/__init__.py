@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning_ray.gateway.errors import ApiError
-from lightning_ray.records import FinishReason, Turn
+from lightning_ray.records import Turn
 
 # Key of a message whose content came in several parts: their texts. Some templates want them apart.
 PARTS = "content_parts"
@@ -114,6 +114,3 @@ class Dialect(Protocol):
     def error(self, error: ApiError) -> dict[str, Any]:
         """The body of an answer other than 200."""
         ...
-
-
-__all__ = ["PARTS", "Answer", "ChatRequest", "Dialect", "FinishReason", "Head", "Usage"]

@@ -18,7 +18,7 @@ import orjson
 
 from lightning_ray.gateway import bodies
 from lightning_ray.gateway.dialects import Answer, ChatRequest, Head, Usage, openai_chat
-from lightning_ray.gateway.errors import ApiError
+from lightning_ray.gateway.errors import ApiError, bad
 from lightning_ray.records import FinishReason, Json, ToolCall, Turn
 
 NAME = "anthropic_messages"
@@ -48,7 +48,7 @@ def parse(body: Json) -> ChatRequest:
     """
     limit = body.get("max_tokens")
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise _bad("max_tokens", "must be an integer of at least 1")
+        raise bad("max_tokens", "must be an integer of at least 1")
     return _chat_request(body, {"max_tokens": limit})
 
 
@@ -115,7 +115,7 @@ def _chat_request(body: Json, chat: Json) -> ChatRequest:
     chat |= {"model": _str(body.get("model") or "", "model"), "messages": messages}
     stops = body.get("stop_sequences") or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise _bad("stop_sequences", "must be a list of strings that are not empty")
+        raise bad("stop_sequences", "must be a list of strings that are not empty")
     if stops:
         chat["stop"] = stops
     if tools := _tools(body.get("tools")):
@@ -129,7 +129,7 @@ def _chat_request(body: Json, chat: Json) -> ChatRequest:
         }
     stream = body.get("stream") or False
     if not isinstance(stream, bool):
-        raise _bad("stream", "must be true or false")
+        raise bad("stream", "must be true or false")
     return replace(openai_chat.parse(chat), stream=stream, turn_ids=tuple(turn_ids))
 
 
@@ -139,7 +139,7 @@ def _messages(body: Json) -> tuple[list[Json], list[str]]:
     `openai_chat` puts tool results in the order of their calls, which leaves the ids in place."""
     given = body.get("messages")
     if not isinstance(given, list) or not given:
-        raise _bad("messages", "must be a list with at least one message")
+        raise bad("messages", "must be a list with at least one message")
     messages = _system(body.get("system"), "system")
     turn_ids = [""] * len(messages)
     for i, message in enumerate(given):
@@ -155,7 +155,7 @@ def _messages(body: Json) -> tuple[list[Json], list[str]]:
             assistant, turn_id = _assistant(content, f"{where}.content")
             new = [assistant]
         else:
-            raise _bad(f"{where}.role", "must be user, assistant or system")
+            raise bad(f"{where}.role", "must be user, assistant or system")
         messages += new
         turn_ids += [turn_id] * len(new)
     return messages, turn_ids
@@ -225,7 +225,7 @@ def _tool_call(block: Json, where: str) -> Json:
 
 def _tools(tools: Any) -> list[Json]:
     if not isinstance(tools, list | None):
-        raise _bad("tools", "must be a list")
+        raise bad("tools", "must be a list")
     functions = []
     for i, tool in enumerate(tools or ()):
         where = f"tools[{i}]"
@@ -258,8 +258,8 @@ def _tool_choice(choice: Any, tools: list[Json]) -> str | Json | None:
         case "tool" if choice.get("name") in names:
             return {"type": "function", "function": {"name": choice["name"]}}
         case "any" | "tool":
-            raise _bad("tool_choice", "asks for a tool that is not among `tools`")
-    raise _bad("tool_choice.type", "must be auto, any, tool or none")
+            raise bad("tool_choice", "asks for a tool that is not among `tools`")
+    raise bad("tool_choice.type", "must be auto, any, tool or none")
 
 
 def _output_schema(config: Any) -> Json | None:
@@ -267,7 +267,7 @@ def _output_schema(config: Any) -> Json | None:
     if form is None:
         return None
     if _dict(form, "output_config.format").get("type") != "json_schema":
-        raise _bad("output_config.format.type", "must be json_schema")
+        raise bad("output_config.format.type", "must be json_schema")
     return _dict(form.get("schema"), "output_config.format.schema")
 
 
@@ -279,12 +279,12 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[Json, str]]:
         for i, block in enumerate(content):
             yield _dict(block, f"{where}[{i}]"), f"{where}[{i}]"
     elif content is not None:
-        raise _bad(where, "must be a string or a list of content blocks")
+        raise bad(where, "must be a string or a list of content blocks")
 
 
 def _text(block: Json, where: str) -> str:
     if block.get("type") != "text":
-        raise _bad(where, f"is a block of type {block.get('type')!r}, which cannot be served here")
+        raise bad(where, f"is a block of type {block.get('type')!r}, which cannot be served here")
     return _str(block.get("text"), f"{where}.text")
 
 
@@ -294,18 +294,14 @@ def _join(texts: Iterable[str]) -> str:
 
 def _dict(value: Any, where: str) -> Json:
     if not isinstance(value, dict):
-        raise _bad(where, "must be an object")
+        raise bad(where, "must be an object")
     return value
 
 
 def _str(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise _bad(where, "must be a string")
+        raise bad(where, "must be a string")
     return value
-
-
-def _bad(where: str, what: str) -> ApiError:
-    return ApiError(400, f"`{where}` {what}.", param=where)
 
 
 # Answers.

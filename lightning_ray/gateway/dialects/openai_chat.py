@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from lightning_ray.gateway import bodies
 from lightning_ray.gateway.dialects import PARTS, Answer, ChatRequest, Head, Usage
-from lightning_ray.gateway.errors import ApiError
+from lightning_ray.gateway.errors import ApiError, bad
 from lightning_ray.records import FinishReason, Turn
 
 NAME = "openai_chat"
@@ -58,9 +58,7 @@ def parse(body: dict[str, Any]) -> ChatRequest:
 
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ApiError(
-            400, "`messages` must be a list with at least one message.", param="messages"
-        )
+        raise bad("messages", "must be a list with at least one message")
     normal = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     _check_tools(body.get("tools"))
     _check_tool_choice(body.get("tool_choice"))
@@ -76,11 +74,11 @@ def parse(body: dict[str, Any]) -> ChatRequest:
         raise ApiError(400, str(error), param=error.parameter) from error
     samples = 1 if parsed.n is None else parsed.n
     if not 1 <= samples <= MOST_CHOICES:
-        raise ApiError(400, f"`n` must be between 1 and {MOST_CHOICES}.", param="n")
+        raise bad("n", f"must be between 1 and {MOST_CHOICES}")
     limit = "max_tokens" if parsed.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = vars(parsed)[limit]  # asked as an attribute, a deprecated field warns
     if max_tokens is not None and max_tokens < 1:
-        raise ApiError(400, f"`{limit}` must be at least 1.", param=limit)
+        raise bad(limit, "must be at least 1")
     stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
     include_usage = parsed.stream_options is not None and parsed.stream_options.include_usage
     return ChatRequest(
@@ -160,11 +158,11 @@ def text_of(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(400, f"`{where}` must be text, a list of text parts, or null.", param=where)
+        raise bad(where, "must be text, a list of text parts, or null")
     parts = [part.get("text") if isinstance(part, dict) else part for part in content]
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) < len(parts):
-        raise ApiError(400, f"`{where}` has a part that is not text.", param=where)
+        raise bad(where, "has a part that is not text")
     return "\n".join(texts)
 
 
@@ -229,12 +227,11 @@ def _choice(index: int, turn: Turn) -> dict[str, Any]:
 def _check_tools(tools: Any) -> None:
     # vLLM's own check of `tool_choice` takes the shape of tools for granted.
     if tools is not None and not isinstance(tools, list):
-        raise ApiError(400, "`tools` must be a list.", param="tools")
+        raise bad("tools", "must be a list")
     for i, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            where = f"tools[{i}]"
-            raise ApiError(400, f"`{where}` must be a function with a name.", param=where)
+            raise bad(f"tools[{i}]", "must be a function with a name")
 
 
 def _check_tool_choice(choice: Any) -> None:
@@ -242,11 +239,7 @@ def _check_tool_choice(choice: Any) -> None:
         return
     function = choice.get("function") if isinstance(choice, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(
-            400,
-            "`tool_choice` must be `auto`, `none`, `required` or a named function.",
-            param="tool_choice",
-        )
+        raise bad("tool_choice", "must be `auto`, `none`, `required` or a named function")
 
 
 def _check_format(form: Any) -> None:
@@ -261,19 +254,16 @@ def _check_format(form: Any) -> None:
     if form["type"] == "json_schema":
         schema = form.get("json_schema")
         if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
-            where = "response_format.json_schema"
-            raise ApiError(400, f"`{where}` must be an object with a `schema`.", param=where)
+            raise bad("response_format.json_schema", "must be an object with a `schema`")
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     """One message in the form that chat templates take."""
     if not isinstance(message, dict):
-        raise ApiError(400, f"`{where}` must be an object.", param=where)
+        raise bad(where, "must be an object")
     role = message.get("role")
     if role not in ROLES:
-        raise ApiError(
-            400, f"`{where}.role` must be one of {', '.join(ROLES)}.", param=f"{where}.role"
-        )
+        raise bad(f"{where}.role", f"must be one of {', '.join(ROLES)}")
     normal: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
         "content": text_of(message.get("content"), f"{where}.content"),
@@ -286,16 +276,14 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         if isinstance(value, str):
             normal[key] = value
         elif value is not None:
-            raise ApiError(400, f"`{where}.{key}` must be text or null.", param=f"{where}.{key}")
+            raise bad(f"{where}.{key}", "must be text or null")
     # Another name for it, which is in nobody's protocol: other clients may mean something else.
     if isinstance(message.get("reasoning"), str):
         normal.setdefault("reasoning_content", message["reasoning"])
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
-            raise ApiError(
-                400, f"`{where}.tool_calls` must be a list.", param=f"{where}.tool_calls"
-            )
+            raise bad(f"{where}.tool_calls", "must be a list")
         normal["tool_calls"] = [
             _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
@@ -305,7 +293,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"`{where}` must be a function call with a name.", param=where)
+        raise bad(where, "must be a function call with a name")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         # A malformed call of the model comes back as it was: templates take text too.
@@ -313,8 +301,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
             decoded = bodies.decode_text(arguments)
             arguments = decoded if isinstance(decoded, dict) else arguments
     elif not isinstance(arguments, dict):
-        where = f"{where}.function.arguments"
-        raise ApiError(400, f"`{where}` must be JSON as text.", param=where)
+        raise bad(f"{where}.function.arguments", "must be JSON as text")
     return {
         "id": str(call.get("id", "")),
         "type": "function",

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from lightning_ray.gateway.dialects import Answer, ChatRequest, Head, Usage, openai_chat
-from lightning_ray.gateway.errors import ApiError
+from lightning_ray.gateway.errors import ApiError, bad
 from lightning_ray.records import FinishReason, Turn
 
 NAME = "openai_responses"
@@ -43,7 +43,7 @@ def parse(body: dict[str, Any]) -> ChatRequest:
     """
     for key in _STATE:
         if body.get(key) is not None:
-            raise _bad(key, "is not supported: nothing is stored here; send the whole `input`")
+            raise bad(key, "is not supported: nothing is stored here; send the whole `input`")
     tools, origins = _tools(body.get("tools"))
     names = {origin: name for name, origin in origins.items()}
     messages, turn_ids = _messages(body, names)
@@ -125,14 +125,10 @@ def error(error: ApiError) -> dict[str, Any]:
     return dict(error.body)
 
 
-def _bad(where: str, what: str) -> ApiError:
-    return ApiError(400, f"`{where}` {what}.", param=where)
-
-
 def _string(holder: Mapping[str, Any], key: str, where: str = "") -> str:
     value = holder.get(key)
     if not isinstance(value, str):
-        raise _bad(f"{where}.{key}".lstrip("."), "must be text")
+        raise bad(f"{where}.{key}".lstrip("."), "must be text")
     return value
 
 
@@ -155,19 +151,19 @@ def _tools(tools: Any) -> tuple[list[dict[str, Any]], Origins]:
 def _functions(tools: Any, namespace: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Function tools with their namespaces."""
     if tools is not None and not isinstance(tools, list):
-        raise _bad(where, "must be a list")
+        raise bad(where, "must be a list")
     for i, tool in enumerate(tools or ()):
         here = f"{where}[{i}]"
         if not isinstance(tool, dict):
-            raise _bad(here, "must be an object")
+            raise bad(here, "must be an object")
         if tool.get("type") == "namespace" and not namespace:
             yield from _functions(tool.get("tools"), _string(tool, "name", here), f"{here}.tools")
         elif tool.get("type") == "function":
             _string(tool, "name", here)
             if not isinstance(tool.get("description"), str | None):
-                raise _bad(f"{here}.description", "must be text or null")
+                raise bad(f"{here}.description", "must be text or null")
             if not isinstance(tool.get("parameters"), dict | None):
-                raise _bad(f"{here}.parameters", "must be a JSON schema or null")
+                raise bad(f"{here}.parameters", "must be a JSON schema or null")
             yield namespace, tool
 
 
@@ -178,27 +174,27 @@ def _tool_choice(choice: Any, tools: list[Any], names: dict[tuple[str, str], str
     if choice == "required":
         return choice
     if not isinstance(choice, dict) or choice.get("type") != "function":
-        raise _bad("tool_choice", "must be `auto`, `none`, `required` or a function")
+        raise bad("tool_choice", "must be `auto`, `none`, `required` or a function")
     name = _string(choice, "name", "tool_choice")
     return {"type": "function", "function": {"name": names.get(("", name), name)}}
 
 
 def _max_tokens(value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise _bad("max_output_tokens", "must be a whole number of at least 1")
+        raise bad("max_output_tokens", "must be a whole number of at least 1")
     return value
 
 
 def _response_format(text: Any) -> dict[str, Any] | None:
     if not isinstance(text, dict | None):
-        raise _bad("text", "must be an object")
+        raise bad("text", "must be an object")
     form = (text or {}).get("format") or {"type": "text"}
     if not isinstance(form, dict) or form.get("type") not in openai_chat.FORMATS:
-        raise _bad("text.format.type", f"must be one of {', '.join(openai_chat.FORMATS)}")
+        raise bad("text.format.type", f"must be one of {', '.join(openai_chat.FORMATS)}")
     if form["type"] != "json_schema":
         return {"type": form["type"]}
     if not isinstance(form.get("schema"), dict):
-        raise _bad("text.format.schema", "must be a JSON schema")
+        raise bad("text.format.schema", "must be a JSON schema")
     name = _string(form, "name", "text.format")
     return {"type": "json_schema", "json_schema": {"name": name, "schema": form["schema"]}}
 
@@ -211,7 +207,7 @@ def _messages(
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
-        raise _bad("input", "must be text or a list with at least one item")
+        raise bad("input", "must be text or a list with at least one item")
     messages: list[dict[str, Any]] = []
     turn_ids: list[str] = []
     if body.get("instructions") is not None:
@@ -221,12 +217,12 @@ def _messages(
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if not isinstance(item, dict):
-            raise _bad(where, "must be an object")
+            raise bad(where, "must be an object")
         kind = (
             "message" if "role" in item and not item.get("type") else _string(item, "type", where)
         )
         if kind == "item_reference":
-            raise _bad(where, "is not supported: nothing is stored here; send the item itself")
+            raise bad(where, "is not supported: nothing is stored here; send the item itself")
         if kind == "function_call_output":
             output = openai_chat.text_of(item.get("output"), f"{where}.output")
             call_id = _string(item, "call_id", where)
@@ -245,14 +241,14 @@ def _messages(
             last = place
             turn_ids[-1] = _extend(messages[-1], item, kind, where, names) or turn_ids[-1]
     if not messages:
-        raise _bad("input", "has no message")
+        raise bad("input", "has no message")
     return messages, turn_ids
 
 
 def _plain(item: dict[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
     if role not in ("user", "system", "developer"):
-        raise _bad(f"{where}.role", "must be one of user, system, developer, assistant")
+        raise bad(f"{where}.role", "must be one of user, system, developer, assistant")
     return {
         "role": role,
         "content": openai_chat.text_of(item.get("content"), f"{where}.content"),

@@ -76,14 +76,26 @@ class Api:
         self._batch: Any = kubernetes.client.BatchV1Api(self._client)
         self._core: Any = kubernetes.client.CoreV1Api(self._client)
 
-    def create_job(self, job: Json, *, dry: bool = False) -> Json:
+    def create_job(self, job: Json) -> Json:
         """The Job as the server made it.
 
         Raises:
-            ApiException: refused. With `dry` nothing is made.
+            ApiException: refused.
         """
-        options = {"dry_run": "All", "field_validation": "Strict"} if dry else {}
-        return _json(self._batch.create_namespaced_job(self.namespace, job, **options, **_raw()))
+        return _json(self._batch.create_namespaced_job(self.namespace, job, **_raw()))
+
+    def dry_run(self, job: Json) -> list[str]:
+        """What the server warns of in `job`, which it does not make: values of the header
+        `Warning`.
+
+        Raises:
+            ApiException: refused.
+        """
+        options = {"dry_run": "All", "field_validation": "Strict"}
+        answer = self._batch.create_namespaced_job(self.namespace, job, **options, **_raw())
+        _json(answer)
+        warnings: list[str] = answer.headers.getlist("Warning")
+        return warnings
 
     def read_job(self, name: str) -> Json:
         return _json(self._batch.read_namespaced_job(name, self.namespace, **_raw()))

@@ -18,14 +18,13 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import ray
 from kubernetes.client import ApiException
-from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+from ray.exceptions import RayError, RayTaskError
 
 from lightning_ray.config import ConfigError, RunConfig
-from lightning_ray.records import Outcome, Reward, Task
+from lightning_ray.records import Outcome, Reward
 from lightning_ray.rollouts import grading
 from lightning_ray.rollouts.grading import (
     GradeRequest,
@@ -83,39 +82,14 @@ def attempts_in_pods(config: RunConfig, run_id: str) -> list[str]:
     return [room for found in named if (room := found.get(manifest.ROOM_ANNOTATION))]
 
 
-def check(config: RunConfig, task: Task) -> list[str]:
-    """Looks at the template, the cluster and the grader before anything is started; returns what a
-    person should know.
-
-    Raises:
-        ConfigError: something cannot work.
-    """
-    task_section = config.task
-    grader = task_section.grader
-    by_command = task_section.grader_command is not None
-    if config.kubernetes.grade == "job" and (
-        by_command or (grader and not grading.has_room(grader))
-    ):
-        named = f"grader={grader}" if grader else "grader_command"
-        raise ConfigError(
-            f"task.{named} cannot grade in a pod: its module has no `plan` and `judge`, nor "
-            "`rooms`; write them (docs/kubernetes.md), or set kubernetes.grade=cluster"
-        )
-    launcher = Launcher(config, "check")
-    launcher.check(task)
-    where = f"rollouts are Jobs in the namespace {launcher.namespace}"
-    host = urlsplit(config.gateway.advertise or f"http://{config.gateway.host}").hostname or ""
-    if host in ("127.0.0.1", "localhost", "::1"):
-        return [where, f"pods reach the gateway at {host}? Set gateway.host and gateway.advertise"]
-    return [where]
-
-
 class Pods:
     """Runs attempts in pods. `kept` are the attempts of an earlier life whose Jobs may still run.
 
     Raises:
         ConfigError: see `Launcher`.
     """
+
+    harness_key = staticmethod(staging.harness_key)
 
     def __init__(
         self,
@@ -151,7 +125,11 @@ class Pods:
 
     async def run(self, attempt: Attempt, key: str) -> AttemptResult:
         """One attempt from its workspace to its result. `key` opens its room; the harness gets
-        `staging.harness_key` of it."""
+        `harness_key` of it.
+
+        Raises:
+            RayError: the task family failed, a node was lost, or the attempt was cancelled.
+        """
         attempt_id, task = attempt.attempt_id, attempt.spec.task
         try:
             stage: Stage | None = None
@@ -186,12 +164,6 @@ class Pods:
             return await self._ended(attempt, end)
         except (TemplateFault, RecipeError) as error:
             return AttemptResult(Outcome.LAUNCH_FAULT, str(error))
-        except TaskCancelledError:
-            return AttemptResult(Outcome.CANCELLED, "cancelled")
-        except RayTaskError as error:
-            return AttemptResult(Outcome.LAUNCH_FAULT, _said(error))
-        except RayError as error:
-            return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {error}")
         finally:
             await self._close(attempt_id)
 

@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -54,8 +54,7 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True)
 class _Wanted:
     job: Json
-    key: str
-    template: JobTemplate
+    secret: Mapping[str, str]
     end: asyncio.Future[End]
 
 
@@ -92,7 +91,6 @@ class Launcher:
         self._followers: list[Follower] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listed: set[Kind] = set()
 
     def start(self) -> None:
         """Begins to follow what is there. Call it in the event loop."""
@@ -102,28 +100,26 @@ class Launcher:
             self._followers.append(self._follow(kind))
         self._spawn(self._reconcile())
 
-    async def present(self) -> list[str]:
-        """The rooms whose Jobs are there, of an earlier life of the run as well."""
-        while self._listed != {"jobs", "pods"}:
+    async def synced(self) -> None:
+        """Waits until it is known what there is, of earlier lives of the run as well."""
+        while not self._reconciler.synced:
             await asyncio.sleep(_TICK_S / 5)
-        annotated = (job["metadata"].get("annotations") or {} for job in self._reconciler.present)
-        return [room for found in annotated if (room := found.get(manifest.ROOM_ANNOTATION))]
 
-    def check(self, task: Task) -> None:
+    def check(self, task: Task) -> tuple[Json, list[str]]:
         """Has the template filled for `task` and the API server look at it, without making
-        anything.
+        anything. Returns the Job and `Api.dry_run`'s warnings.
 
         Raises:
             TemplateFault: what is wrong, with the line of the template.
-            ConfigError: the API server does not answer, or forbids it.
+            ConfigError: the API server forbids it.
+            OUTAGE: it does not answer.
         """
         room = Room("check", "http://gateway", "", "check", 1.0)
+        job = self._build(task, room, Names("a", "r", "g", "s", "u"))
         try:
-            self._api.create_job(self._build(task, room, Names("a", "r", "g", "s", "u")), dry=True)
+            return job, self._api.dry_run(job)
         except ApiException as error:
             raise _explain(error, self._template) from error
-        except OUTAGE as error:
-            raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
 
     def rendered(self, task: Task, names: Names) -> Json:
         """The template for a task, as the user wrote it."""
@@ -136,11 +132,11 @@ class Launcher:
             TemplateFault: the template cannot be filled for this task.
         """
         job = self._build(task, room, names)
-        return await self._until_end(room.name, job, room.key, urgent=room.role == GRADER)
+        return await self._until_end(room.name, job, room.secret, urgent=room.role == GRADER)
 
     async def adopt(self, room: str) -> End:
         """Waits for the end of a Job that an earlier life of this run made."""
-        return await self._until_end(room, {}, "", there=True)
+        return await self._until_end(room, {}, {}, there=True)
 
     def cancel(self, room: str) -> None:
         """Ends the Job of this room, if it runs: whoever waits for it is told."""
@@ -184,11 +180,6 @@ class Launcher:
         return None
 
     @property
-    def left(self) -> int:
-        """How many Jobs of the run are there."""
-        return self._reconciler.left
-
-    @property
     def trouble(self) -> str:
         """What a person must know: that the API server is away, or what pods wait for."""
         for problem, since in self._away.values():
@@ -220,13 +211,19 @@ class Launcher:
         return manifest.job_name(self._frame.run_id, room)
 
     async def _until_end(
-        self, room: str, job: Json, key: str, *, there: bool = False, urgent: bool = False
+        self,
+        room: str,
+        job: Json,
+        secret: Mapping[str, str],
+        *,
+        there: bool = False,
+        urgent: bool = False,
     ) -> End:
         name = self._name(room)
         if name in self._cancelled:
             return End(Outcome.CANCELLED, "cancelled")
         end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._wanted[name] = _Wanted(job, key, self._template, end)
+        self._wanted[name] = _Wanted(job, secret, end)
         self._reconciler.want(name, time.monotonic(), there=there, urgent=urgent)
         self._news.set()
         return await end
@@ -263,7 +260,7 @@ class Launcher:
             # A quota is a matter of waiting, and no one's fault.
             quota = error.status == 403 and "quota" in str(error.body)
             for_good = error.status in _FOR_GOOD and not quota
-            problem = str(_explain(error, wanted.template))
+            problem = str(_explain(error, self._template))
             self._reconciler.refused(name, problem, time.monotonic(), for_good=for_good)
         except OUTAGE as error:
             self._reconciler.refused(name, f"API server: {error}", time.monotonic(), for_good=False)
@@ -283,7 +280,7 @@ class Launcher:
                 raise error from None  # the conflict was another one, a quota's say
             if (job["metadata"].get("labels") or {}).get(manifest.RUN_LABEL) != self._frame.run_id:
                 raise
-        self._api.create_secret(manifest.secret(wanted.job, job["metadata"]["uid"], wanted.key))
+        self._api.create_secret(manifest.secret(wanted.job, job["metadata"]["uid"], wanted.secret))
         return job
 
     async def _delete(self, name: str, uid: str) -> None:
@@ -321,7 +318,6 @@ class Launcher:
 
         def listed(objects: list[Json], asked_at: float) -> None:
             self._reconciler.listed(kind, objects, asked_at)
-            self._listed.add(kind)
             self._news.set()
 
         def event(type: str, thing: Json) -> None:

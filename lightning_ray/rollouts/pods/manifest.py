@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_ray.records import Json
 from lightning_ray.rollouts import places
-from lightning_ray.rollouts.pods import entry
+from lightning_ray.rollouts.pods import by_secret, entry
 
 AGENT, GRADER = "agent", "grader"  # what a Job is for
 RUN_LABEL, ROLE_LABEL = "lightning-ray/run", "lightning-ray/role"
@@ -106,14 +106,21 @@ class Frame:
 
 @dataclass(frozen=True)
 class Room:
-    """What a pod is told: where its files are, and the key that opens them; `program_s` is the
-    longest that its program takes."""
+    """What a pod is told: where its files are, and the key that opens them, or else `parts` of its
+    order (`by_secret`); `program_s` is the longest that its program takes."""
 
     name: str
     url: str
     key: str
     role: str
     program_s: float
+    parts: tuple[str, ...] = ()
+
+    @property
+    def secret(self) -> dict[str, str]:
+        """What its Secret holds."""
+        orders = {f"order-{number}": part for number, part in enumerate(self.parts)}
+        return orders or {"key": self.key}
 
 
 def job_name(run_id: str, room: str) -> str:
@@ -181,22 +188,27 @@ def _fill_pod(pod: Json, frame: Frame) -> None:
 
 
 def _fill_container(container: Json, name: str, room: Room, frame: Frame) -> None:
-    container["command"] = [frame.python, "-I", "-c", BOOTSTRAP]
+    program = by_secret.BOOTSTRAP if room.parts else BOOTSTRAP
+    container["command"] = [frame.python, "-I", "-c", program]
     container.pop("args", None)
     container["terminationMessagePath"] = entry.TERMINATION_LOG
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"
-    container["env"] = [
-        *container.get("env", []),
-        {"name": "LIGHTNING_RAY_URL", "value": room.url},
+    told = [
         {
-            "name": "LIGHTNING_RAY_KEY",
-            "valueFrom": {"secretKeyRef": {"name": name, "key": "key"}},
-        },
-        {
-            "name": "LIGHTNING_RAY_POD",
-            "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}},
-        },
+            "name": f"LIGHTNING_RAY_{key.upper().replace('-', '_')}",
+            "valueFrom": {"secretKeyRef": {"name": name, "key": key}},
+        }
+        for key in room.secret
     ]
+    if not room.parts:
+        told += [
+            {"name": "LIGHTNING_RAY_URL", "value": room.url},
+            {
+                "name": "LIGHTNING_RAY_POD",
+                "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}},
+            },
+        ]
+    container["env"] = [*container.get("env", []), *told]
     mounts = container.get("volumeMounts", [])
     ours = [{"name": VOLUME, "mountPath": places.ROOT}]
     if not any(mount.get("mountPath") == "/tmp" for mount in mounts):
@@ -233,7 +245,7 @@ def workdir_of(template: Json) -> str | None:
     return found
 
 
-def secret(job: Json, uid: str, key: str) -> Json:
+def secret(job: Json, uid: str, holds: Mapping[str, str]) -> Json:
     """The Secret of a Job, which goes with it."""
     metadata = job["metadata"]
     owner = {
@@ -251,7 +263,7 @@ def secret(job: Json, uid: str, key: str) -> Json:
             "labels": dict(metadata["labels"]),
             "ownerReferences": [owner],
         },
-        "stringData": {"key": key},
+        "stringData": dict(holds),
     }
 
 

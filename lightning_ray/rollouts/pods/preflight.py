@@ -15,16 +15,18 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes
 from kubernetes.client import ApiException
 
 from lightning_ray.config import ConfigError, RunConfig
 from lightning_ray.records import Json, Task
-from lightning_ray.rollouts.pods import attempts, freedoms, manifest
+from lightning_ray.rollouts import grading
+from lightning_ray.rollouts.places import in_pod
+from lightning_ray.rollouts.pods import freedoms
 from lightning_ray.rollouts.pods.api import OUTAGE, Api
-from lightning_ray.rollouts.pods.manifest import Frame, Room
-from lightning_ray.rollouts.pods.template import JobTemplate, Names
+from lightning_ray.rollouts.pods.launcher import Launcher
 
 # A value of the header `Warning` (RFC 7234, 5.5): code, who warns, text.
 _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
@@ -37,7 +39,6 @@ RIGHTS = (
     ("", "pods/log", ("get",)),
     ("", "secrets", ("create",)),
 )
-_NAMES = Names("a", "r", "g", "s", "u")
 
 
 def check(config: RunConfig, *sets: Sequence[Task]) -> list[str]:
@@ -46,20 +47,31 @@ def check(config: RunConfig, *sets: Sequence[Task]) -> list[str]:
     Raises:
         ConfigError: something cannot work.
     """
-    notes = dict[str, None]()  # each once, in order
+    tasks = list(firsts(config, *sets))
+    if not tasks:
+        return []
     try:
-        for number, task in enumerate(firsts(config, *sets)):
-            probe = Probe(config.kubernetes)
-            if number == 0:
-                probe.check_rights()
-            notes |= dict.fromkeys(attempts.check(config, task))
-            job = _sample(config, task)
-            if weak := freedoms.weaknesses(job):
-                notes[f"the template gives pods more than they need: {'; '.join(weak)}"] = None
-            notes |= dict.fromkeys(probe.warnings(job))
+        Probe(config.kubernetes).check_rights()
+        _check_grader(config)
+        launcher = Launcher(config, "check")
+        notes = [f"rollouts are Jobs in the namespace {launcher.namespace}"]
+        host = urlsplit(config.gateway.advertise or f"http://{config.gateway.host}").hostname or ""
+        if host in ("127.0.0.1", "localhost", "::1"):
+            notes.append(
+                f"pods reach the gateway at {host}? Set gateway.host and gateway.advertise"
+            )
+        for task in tasks:
+            notes += of_job(*launcher.check(task))
     except OUTAGE as error:
         raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
-    return list(notes)
+    return list(dict.fromkeys(notes))  # each once, in order
+
+
+def of_job(job: Json, warnings: Sequence[str]) -> list[str]:
+    """What a person should know of a Job at which `Launcher.check` had the API server look."""
+    weak = "; ".join(freedoms.weaknesses(job))
+    said = [f"the template gives pods more than they need: {weak}"] if weak else []
+    return said + [f"the API server warns: {text}" for text in told(warnings)]
 
 
 def firsts(config: RunConfig, *sets: Sequence[Task]) -> Iterator[Task]:
@@ -68,20 +80,17 @@ def firsts(config: RunConfig, *sets: Sequence[Task]) -> Iterator[Task]:
         yield from [task for task in tasks if in_pod(config, task)][:1]
 
 
-def in_pod(config: RunConfig, task: Task) -> bool:
-    """Whether the rollouts of `task` are Jobs; else they run on nodes of Ray."""
-    launcher = config.rollout.launcher
-    if launcher == "task":
-        launcher = task.fields.get("launcher", "local")
-    return launcher == "kubernetes"
-
-
-def _sample(config: RunConfig, task: Task) -> Json:
-    """The Job of an attempt at `task`, in what an API server looks at."""
-    settings, rollout = config.kubernetes, config.rollout
-    template = JobTemplate(settings.template, settings.image).render(task, _NAMES)
-    frame = Frame("check", None, rollout.cpus, rollout.memory_mib, rollout.disk_mib, 0.0, None)
-    return manifest.build(template, Room("check", "http://gateway", "", manifest.AGENT, 1.0), frame)
+def _check_grader(config: RunConfig) -> None:
+    """Raises ConfigError if the grader cannot work in pods and shall."""
+    grader, by_command = config.task.grader, config.task.grader_command is not None
+    if config.kubernetes.grade == "job" and (
+        by_command or (grader and not grading.has_room(grader))
+    ):
+        named = f"grader={grader}" if grader else "grader_command"
+        raise ConfigError(
+            f"task.{named} cannot grade in a pod: its module has no `plan` and `judge`, nor "
+            "`rooms`; write them (docs/kubernetes.md), or set kubernetes.grade=cluster"
+        )
 
 
 class Probe(Api):
@@ -121,16 +130,6 @@ class Probe(Api):
             )
         # A server that does not answer this question refuses later what it must.
         return status != 201 or bool(json.loads(content)["status"].get("allowed"))
-
-    def warnings(self, job: Json) -> list[str]:
-        """What the server warns of when it looks at `job`, which it does not refuse."""
-        try:
-            answer = self._batch.create_namespaced_job(
-                self.namespace, job, dry_run="All", _preload_content=False, _request_timeout=_ASK_S
-            )
-        except ApiException:  # it was looked at before, and this server is busy
-            return []
-        return [f"the API server warns: {text}" for text in told(answer.headers.getlist("Warning"))]
 
 
 def told(headers: Sequence[str]) -> list[str]:

@@ -68,6 +68,7 @@ class _Wish:
     phase: Phase
     since: float  # when the phase began, or what it waits for changed
     waits: str = ""
+    unpulled: str = ""  # why its image could not be pulled, as the node said first
     patience_s: float | None = None
     urgent: bool = False
     holds: bool = False  # counts as open: its Job is there, or may be
@@ -244,7 +245,7 @@ class Reconciler:
         return self._standing(name, wish, seen, now) if wish.phase is Phase.THERE else []
 
     def _standing(self, name: str, wish: _Wish, seen: _Seen | None, now: float) -> list[Action]:
-        if self._synced != {"jobs", "pods"}:
+        if not self.synced:
             return []
         pods = list(seen.pods.values()) if seen else []
         how = standing(seen.job if seen else None, pods, self._patience)
@@ -252,9 +253,13 @@ class Reconciler:
         if how.patience_s != wish.patience_s:
             wish.patience_s, wish.since = how.patience_s, now
         wish.waits = how.waits
+        if how.waits.startswith("ErrImagePull: "):
+            wish.unpulled = how.waits
+        elif how.waits.startswith("ImagePullBackOff") and wish.unpulled:
+            wish.waits += f" ({wish.unpulled})"  # a node that waits need not say what for
         end = how.end
         if end is None and how.patience_s is not None and now > wish.since + how.patience_s:
-            end = End(how.then, f"{how.waits} (for {how.patience_s:g} s)")
+            end = End(how.then, f"{wish.waits} (for {how.patience_s:g} s)")
         if end is None:
             return []
         self._leave(name, wish)
@@ -267,7 +272,7 @@ class Reconciler:
         most = max(1.0, self._per_second)
         self._tokens = min(most, self._tokens + passed * self._per_second)
         self._refilled = now
-        if self._tokens < 1 or self._synced != {"jobs", "pods"}:
+        if self._tokens < 1 or not self.synced:
             return []
         for name, left in list(self._going.items()):
             self._going[name] = since = min(left, now)
@@ -338,16 +343,16 @@ class Reconciler:
         )
 
     @property
+    def synced(self) -> bool:
+        """Whether it is known what there is."""
+        return self._synced == {"jobs", "pods"}
+
+    @property
     def left(self) -> int:
         """How many Jobs are there, or may be, that shall not stay, those that are being deleted
         included."""
         there = {n for n, seen in self._seen.items() if seen.job and n not in self._kept}
         return len(there | self._creating)
-
-    @property
-    def present(self) -> list[Json]:
-        """The Jobs that are there, wished or not."""
-        return [s.job for s in self._seen.values() if s.job and not s.deleting]
 
 
 def _pods(seen: Iterable[_Seen]) -> list[Json]:

@@ -328,6 +328,3 @@ def _tar(root: Path) -> bytes:
         for name in sorted(os.listdir(root)):
             tar.add(root / name, name, filter=ours)
     return body.getvalue()
-
-
-__all__ = ["FamilyError", "Stage", "apply_changes", "harness_order", "outcome_of", "pack"]

@@ -95,6 +95,14 @@ def hidden_files(record: RepositoryTask) -> list[str]:
     return _files(record.fail_to_pass)
 
 
+def diffs(record: RepositoryTask, *, mended: bool) -> list[str]:
+    """What makes the state that an image has the reference solution, or the bug alone, both with
+    the hidden tests."""
+    if record.format is Format.SWE_SMITH:
+        return [] if mended else [record.bug_patch]
+    return [*([record.gold_patch] if mended else []), *filter(None, [record.test_patch])]
+
+
 def suite(record: RepositoryTask, repository: str, options: list[str]) -> Suite:
     """The row's own tests, in the image's `repository`, with further `options` of pytest."""
     timeout_s = record.timeout_s if "timeout_s" in record.model_fields_set else TIMEOUT_S
@@ -262,8 +270,10 @@ class _Examination:
         if not self._hidden & sharp.keys():
             if not self._require_twins:
                 return verdict, evidence, nothing
-            why = "no hidden test has a twin (task.grader_options.require_twins=false believes it)"
-            return Verdict.UNSOLVED, (why,), nothing
+            raise RoomFault(
+                "it looks solved, and no hidden test has a twin, so nobody can tell: leave the "
+                "task out, or believe its tests (task.grader_options.require_twins=false)"
+            )
         mixed = [
             (run, after)
             for run, after in itertools.pairwise([*done, None])
@@ -278,7 +288,7 @@ class _Examination:
             if verdict is not Verdict.SOLVED:
                 break
         if verdict is Verdict.SOLVED and self._require_twins and not self._hidden & twins:
-            return Verdict.UNSOLVED, ("no twin of a hidden test failed in a control",), twins
+            raise RoomFault("it looks solved, and no twin of a hidden test failed in a control")
         return verdict, evidence, twins
 
     def _measuring(self) -> list[RoomOrder]:
@@ -335,10 +345,7 @@ class _Examination:
     def _order(self, trial: Trial, edits: Mapping[str, known.Edit] | None = None) -> RoomOrder:
         """The order for one run of the tests. Every one lays out the same files by the same
         steps; those with hidden tests are written anew whatever they hold, with a canary below."""
-        record, smith = self._record, self._record.format is Format.SWE_SMITH
-        diffs = [record.bug_patch if smith else record.test_patch]
-        if trial.kind in _OF_REFERENCE:
-            diffs = [] if smith else [record.gold_patch, record.test_patch]
+        record = self._record
         ours = self._changes if trial.kind in _OF_CHANGE else {}
         tests: dict[str, bytes | None] = dict.fromkeys(hidden_files(record))
         if edits:
@@ -348,7 +355,7 @@ class _Examination:
             tests |= with_twins(texts, chosen, frozenset(edits), self._rng)
         order = remote.order_in_image(
             trial,
-            list(filter(None, diffs)),
+            diffs(record, mended=trial.kind in _OF_REFERENCE),
             {path: None if text is None else text.encode() for path, text in ours.items()},
             tests,
             self._suite,

@@ -34,6 +34,7 @@ ORDER = "layout.json"  # beside this file, in a room
 IMPOSSIBLE = b"impossible\n"  # in the place of the witness's `ready`
 CACHES = {"__pycache__", ".pytest_cache", ".hypothesis"}
 MOMENT = 1767225600  # 2026-01-01: when every file of a room was changed
+COPY = "is a copy of what the task breaks"
 LEAST_COPY = 64  # bytes: many files are as short, and alike
 
 
@@ -159,7 +160,7 @@ def main(order: Mapping[str, Any]) -> None:
             "task.grader_options.repository, where the image has it"
         )
     if found := copy_of(order["alone"]):
-        sys.exit(f"{found} is a copy of what the task breaks: the agent would find it")
+        sys.exit(f"{found} {COPY}: the agent would find it")
     ignored = tracked_but_ignored()
     forget()
     for diff in order["diffs"]:

@@ -49,13 +49,17 @@ def order_in_image(
     tests: Mapping[str, bytes | None],
     suite: Suite,
     test_seconds: float,
+    *,
+    seed: int | None = None,
+    alone: Sequence[str] = (),
     canary: str = "",
     most_bytes: int = MAX_REPORT_BYTES,
 ) -> RoomOrder:
     """The order for a trial on the repository that the image has in `suite.repository`, with
     `diffs` applied, then `changes` (None removes a file), then `tests` (None: as they are), each
-    with the line `canary` at its end."""
-    run = examination.given({}, suite, test_seconds=test_seconds)
+    with the line `canary` at its end. With a `seed` for hashes and the order of tests; and only if
+    the image has no copy of the files `alone` elsewhere."""
+    run = examination.given({}, suite, shuffle=seed, test_seconds=test_seconds)
     birds = {run.canary: run.files.pop(f"{TREE}/{run.canary}")}
 
     def coded(files: Mapping[str, bytes | None]) -> dict[str, str | None]:
@@ -70,14 +74,14 @@ def order_in_image(
         "files": coded({**changes, **birds}),
         "fresh": coded(tests),
         "canary": canary,
-        "alone": [],
+        "alone": list(alone),
         "history": None,
         "then": WITNESS,
     }
     program = Path(layout.__file__)
     files = {layout.ORDER: json.dumps(told).encode(), program.name: program.read_bytes()}
     order = _order(trial, run, suite, program.name, run.files | files)
-    return replace(order, most_bytes=most_bytes)
+    return replace(order, env=examination.environment(seed or 0), most_bytes=most_bytes)
 
 
 def _order(

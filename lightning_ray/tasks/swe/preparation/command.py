@@ -1,8 +1,9 @@
 """The command line of `jobs/prepare_swe.py`.
 
     python jobs/prepare_swe.py SOURCE ... --out DIR [--held-out SOURCE ...] [name=value ...]
-                               [--probe CONFIG.yaml [section.key=value ...]]
+                               [--probe CONFIG.yaml] [section.key=value ...]
 
+Overrides with a dot are of the probe's configuration, or of reference runs with runner=kubernetes.
 Cleans, probes if asked, writes the card. Each part goes on where it was interrupted: verdicts of
 reference runs are kept in DIR, rollouts of the probe in DIR/probe. Whatever a user can put right
 ends in one line on stderr and exit status 2.
@@ -16,7 +17,7 @@ import json
 import pkgutil
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
@@ -34,7 +35,7 @@ from lightning_ray.tasks.swe.cleanroom import RoomFault
 from lightning_ray.tasks.swe.preparation import card, pipeline
 from lightning_ray.tasks.swe.preparation.options import Options
 from lightning_ray.tasks.swe.preparation.pipeline import Outcome
-from lightning_ray.tasks.swe.preparation.reference import Runner
+from lightning_ray.tasks.swe.preparation.reference import Elsewhere, Runner
 from lightning_ray.tasks.swe.sources import SourceError
 
 
@@ -49,9 +50,10 @@ def main(resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int
             raise ConfigError("name at least one source; --help says what it can be")
         options = parse([text for text in settings if "." not in text.partition("=")[0]])
         overrides = [text for text in settings if "." in text.partition("=")[0]]
-        if overrides and arguments.probe is None:
+        clustered = options.runner == "kubernetes" and options.reference_runs > 0
+        if overrides and arguments.probe is None and not clustered:
             raise ConfigError(f"{overrides[0]} has no effect without --probe CONFIG.yaml")
-        outcome = _clean(found, arguments.held_out, arguments.out, options)
+        outcome = _clean(arguments, found, options, overrides)
         if arguments.probe is not None:
             tallies = _probe(arguments.probe, arguments.out, options, overrides, resolve_model)
             if tallies is None:
@@ -130,21 +132,48 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _clean(found: list[str], held_out: list[str], out: Path, options: Options) -> Outcome:
-    runner: Runner | None = None
-    if options.reference_runs:
-        try:
-            runner = pkgutil.resolve_name(options.runner)()
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"runner={options.runner}: {error}") from error
+def _runner(
+    options: Options,
+    probe: Path | None,
+    overrides: list[str],
+    out: Path,
+    say: Callable[[str], None],
+) -> Runner | None:
+    if not options.reference_runs:
+        return None
+    if options.runner == "kubernetes":
+        from lightning_ray.tasks.swe.preparation import cluster
+
+        settings = cluster.settings(probe, overrides)
+        return cluster.Cluster(settings, out, options.slowest_s, say)
+    try:
+        runner: Runner = pkgutil.resolve_name(options.runner)()
+        return runner
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"runner={options.runner}: {error}") from error
+
+
+def _clean(
+    arguments: argparse.Namespace, found: list[str], options: Options, overrides: list[str]
+) -> Outcome:
+    console, out = Console(stderr=True), arguments.out
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    runner = _runner(options, arguments.probe, overrides, out, say)
+    with Progress(*columns, console=console, transient=True) as shown:
         bar = shown.add_task("reading")
 
         def progress(split: str, seen: int, kept: int) -> None:
             shown.update(bar, description=f"{split}: {seen} rows read, {kept} kept")
 
-        return pipeline.clean(found, held_out, out, options, runner, progress)
+        try:
+            return pipeline.clean(found, arguments.held_out, out, options, runner, progress)
+        finally:
+            if isinstance(runner, Elsewhere):
+                runner.stop()
 
 
 def _probe(

@@ -2,7 +2,7 @@
 protection.
 
 A `reference.Runner` for rows that name a package of the manifest (`data/packages.json`). Rows whose
-environment is a container image need a runner that starts containers.
+environment is a container image are for `cluster`.
 
 Invariant: the tree of the fix is the broken one with the gold patch applied, not the package as it
 came, so that a patch which does not mend what it should is found.
@@ -85,7 +85,7 @@ def _package(record: RepositoryTask) -> Package:
         named = record.package or record.image_name or record.repo
         raise ConfigError(
             f"{record.instance_id} needs {named}, and this machine runs the tests of "
-            f"{', '.join(sources.packages())} only; set reference_runs=0, or runner=MODULE:CLASS "
-            "to one that can run it"
+            f"{', '.join(sources.packages())} only; set runner=kubernetes to run them in their "
+            "images, reference_runs=0 to run none, or runner=MODULE:CLASS to one that can run it"
         )
     return package

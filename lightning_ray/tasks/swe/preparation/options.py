@@ -32,10 +32,13 @@ class Options(Section):
         ge=0,
         description="Runs of each task's tests, under other hash seeds and orders. 0: none.",
     )
-    workers: int = Field(2, ge=1, description="Reference runs at a time.")
+    workers: int = Field(
+        2, ge=1, description="Reference runs at a time; of a cluster, Jobs at a time."
+    )
     runner: str = Field(
         "lightning_ray.tasks.swe.preparation.local:Local",
-        description="`module:class` of the `reference.Runner` that runs the tests.",
+        description="Who runs the tests: `kubernetes` (a Job for each run, in the row's image), or "
+        "`module:class` of a `reference.Runner`. The default runs the offline packages.",
     )
     export: bool = Field(
         False,

@@ -29,7 +29,7 @@ from lightning_ray.tasks.swe import journal, patches
 from lightning_ray.tasks.swe.preparation import filters, probing, reference, rows
 from lightning_ray.tasks.swe.preparation.filters import Filter
 from lightning_ray.tasks.swe.preparation.options import Options
-from lightning_ray.tasks.swe.preparation.reference import Runner, Verdict
+from lightning_ray.tasks.swe.preparation.reference import Elsewhere, Runner, Verdict
 from lightning_ray.tasks.swe.record import RepositoryTask
 
 TRAIN, VALIDATION = "train.jsonl", "validation.jsonl"
@@ -284,6 +284,7 @@ class _Checks:
 
     def __init__(self, path: Path, runner: Runner | None, options: Options) -> None:
         self._path, self._runner, self._options = path, runner, options
+        self._elsewhere = runner if isinstance(runner, Elsewhere) else None
         self.wanted = runner is not None and options.reference_runs > 0
         self._known: dict[str, Verdict | None] = {}
         self._lock = Lock()
@@ -297,12 +298,14 @@ class _Checks:
         if not self.wanted:
             yield from ((record, "", "") for record in found)
             return
-        for record, verdict in _ordered(self._check, found, self._options.workers):
+        stop = self._elsewhere.stop if self._elsewhere else lambda: None
+        for record, verdict in _ordered(self._check, found, self._options.workers, stop):
             yield record, verdict.name if verdict else "", verdict.reason if verdict else ""
 
     def _check(self, record: RepositoryTask) -> Verdict | None:
         asked = [record.model_dump_json(), self._options.reference_runs, self._options.slowest_s]
-        key = hashlib.sha256(json.dumps([*asked, self._options.runner]).encode()).hexdigest()
+        asked += [self._options.runner, *([self._elsewhere.settings] if self._elsewhere else [])]
+        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
         if key not in self._known:
             assert self._runner is not None
             verdict = reference.check(
@@ -316,10 +319,14 @@ class _Checks:
         return self._known[key]
 
 
-def _ordered(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[tuple[T, R]]:
+def _ordered(
+    work: Callable[[T], R], items: Iterable[T], workers: int, stop: Callable[[], None]
+) -> Iterator[tuple[T, R]]:
     """Each item with the result of `work`, in order, computed by threads a little ahead: the items
-    are many and large, so they are not all taken at once."""
-    with ThreadPoolExecutor(workers) as pool:
+    are many and large, so they are not all taken at once. After an error nothing is begun any
+    more, and what runs gets a `stop` and is waited for."""
+    pool = ThreadPoolExecutor(workers)
+    try:
         waiting: deque[tuple[T, Future[R]]] = deque()
         for item in items:
             waiting.append((item, pool.submit(work, item)))
@@ -329,6 +336,12 @@ def _ordered(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterat
         while waiting:
             first, result = waiting.popleft()
             yield first, result.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        stop()
+        raise
+    finally:
+        pool.shutdown()
 
 
 # -- files -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from lightning_ray.tasks.swe.record import RepositoryTask
 
@@ -39,6 +39,7 @@ class SuiteRun:
     passed: Mapping[str, bool]
     seconds: float
     problem: str = ""
+    leak: str = ""  # what gives the fix away in the environment, where only a run can see it
 
 
 class Runner(Protocol):
@@ -50,6 +51,16 @@ class Runner(Protocol):
 
     def exposed(self, record: RepositoryTask) -> str | None:
         """What in the environment that an agent gets would give the fix away; None: nothing."""
+
+
+@runtime_checkable
+class Elsewhere(Runner, Protocol):
+    """A runner with something to end: `stop` ends all runs, whose threads get an error. `settings`
+    is what their results depend on besides the row."""
+
+    settings: str
+
+    def stop(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,8 @@ def check(record: RepositoryTask, runner: Runner, runs: int, slowest_s: float) -
     for fixed, seed in _plan(runs):
         run = runner.run(record, fixed=fixed, seed=seed)
         where = "with the fix" if fixed else "with the bug"
+        if run.leak:
+            return Verdict("leaked environment", run.leak)
         if run.problem:
             return Verdict("does not run", f"{where}: {run.problem}")
         if run.seconds > slowest_s:
