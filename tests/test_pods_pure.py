@@ -88,7 +88,8 @@ OWN_DISK = "Usage of EmptyDir volume lightning exceeds the limit 4Gi."
         (ended(128, "StartError", "exec: python3: not found"), Outcome.LAUNCH_FAULT),
         ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, Outcome.NODE_LOST),
         ({"phase": "Failed", "reason": "Evicted", "message": OWN_DISK}, Outcome.OUTPUT_LIMIT),
-        ({"phase": "Failed", "reason": "DeadlineExceeded"}, Outcome.TIMEOUT),
+        # A deadline of the pod's own is none of ours: a cluster's webhook gave it one.
+        ({"phase": "Failed", "reason": "DeadlineExceeded"}, Outcome.NODE_LOST),
         ({"phase": "Failed", "reason": "Preempting"}, Outcome.NODE_LOST),
         ({"phase": "Failed", "reason": "NodeLost"}, Outcome.NODE_LOST),
         ({"phase": "Failed", "reason": "Terminated"}, Outcome.NODE_LOST),
@@ -164,6 +165,43 @@ def test_of_several_containers_the_harnesss_own_counts() -> None:
         end = standing(job(), [one], PATIENCE).end
         assert end is not None
         assert end.outcome is Outcome.COMPLETED
+
+
+def test_once_the_harness_runs_nobody_elses_wait_ends_it() -> None:
+    back_off = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+    never = {"waiting": {"reason": "InvalidImageName", "message": "?"}}
+    for waits in (back_off, never):
+        for state, running in [({"running": {}}, True), ({"waiting": {}}, False)]:
+            statuses = [{"name": "proxy", "state": waits}, {"name": "agent", "state": state}]
+            one = pod(phase="Running", containerStatuses=statuses)
+            one["spec"] = {"containers": [{"name": "agent"}, {"name": "proxy"}]}
+            how = standing(job(), [one], PATIENCE)
+            assert how.running == running, how
+            assert bool(how.waits or how.end) != running, how
+
+
+def test_an_init_container_that_fails_says_why() -> None:
+    failed = {"exitCode": 7, "reason": "Error", "message": "cloning\nno such host: git.example"}
+    statuses = [{"name": "clone", "state": {"terminated": failed}}]
+    end = standing(job(), [pod(phase="Failed", initContainerStatuses=statuses)], PATIENCE).end
+    assert end is not None
+    assert end.outcome is Outcome.LAUNCH_FAULT
+    said = "init container clone failed: Error, exit status 7: cloning no such host: git.example"
+    assert said in end.detail
+    # Without words of its own it is the end of its output, where the template does not say
+    # otherwise.
+    own = {"name": "b", "terminationMessagePolicy": "File"}
+    spec = {"containers": [{"name": "agent"}], "initContainers": [{"name": "a"}, own]}
+    made = manifest.build(
+        {"spec": {"template": {"spec": spec}}},
+        Room("r-a0", "http://g", "k", manifest.AGENT, 1.0),
+        Frame("run", None, 1, 1, 1, 0.0, None),
+    )
+    policies = [
+        one["terminationMessagePolicy"]
+        for one in made["spec"]["template"]["spec"]["initContainers"]
+    ]
+    assert policies == ["FallbackToLogsOnError", "File"]
 
 
 def test_a_second_pod_ends_the_attempt() -> None:

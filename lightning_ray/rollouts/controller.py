@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ from lightning_ray.rollouts.local import (
 )
 from lightning_ray.rollouts.places import in_pod
 from lightning_ray.rollouts.sandbox import wanted
-from lightning_ray.store.attempts import Known
+from lightning_ray.store.attempts import Known, Open
 
 if TYPE_CHECKING:
     from lightning_ray.rollouts.pods.attempts import Pods
@@ -61,10 +61,15 @@ _grade = ray.remote(max_retries=0)(grade)
 
 
 def start(
-    config: RunConfig, store: Any, gateway_url: str, run_id: str = "", kept: Sequence[str] = ()
+    config: RunConfig,
+    store: Any,
+    gateway_url: str,
+    run_id: str = "",
+    kept: Sequence[str] = (),
+    stood: Mapping[str, Open] | None = None,
 ) -> Any:
     """Starts the controller, which first queues what operators asked an earlier one for; returns
-    its actor handle. For `run_id` and `kept` see `pods.attempts.Pods`."""
+    its actor handle. For `run_id`, `kept` and `stood` see `pods.attempts.Pods`."""
     actor = ray.remote(num_cpus=0, max_concurrency=_MAX_CONCURRENCY)(RolloutController)
     # Where the driver is: only the head's pod may speak to Kubernetes.
     here = ray.get_runtime_context().get_node_id()
@@ -73,7 +78,7 @@ def start(
         namespace=handle.NAMESPACE,
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
     )
-    controller = named.remote(config, store, gateway_url, run_id, list(kept))
+    controller = named.remote(config, store, gateway_url, run_id, list(kept), stood)
     controller.submit.remote(store.unfinished.remote())
     return controller
 
@@ -93,6 +98,7 @@ class RolloutController:
         gateway_url: str,
         run_id: str = "",
         kept: Sequence[str] = (),
+        stood: Mapping[str, Open] | None = None,
     ) -> None:
         self._config = config
         self._store = store
@@ -113,6 +119,7 @@ class RolloutController:
                 run_id,
                 list(kept),
                 self._wait,
+                stood,
             )
         self._work: set[asyncio.Task[None]] = set()
         self._driven: dict[str, asyncio.Task[None]] = {}  # by attempt id
@@ -173,8 +180,9 @@ class RolloutController:
             await asyncio.wait(working, timeout=_SHUTDOWN_S)
         return [rollout_id for rollout_id in rollout_ids if rollout_id in live]
 
-    async def shutdown(self) -> None:
-        """Cancels everything and waits until the harnesses are dead."""
+    async def shutdown(self) -> str:
+        """Cancels everything and waits until the harnesses are dead. Returns what a person must
+        know of those that may not be."""
         self._closed = True
         self._stop(self._life.cancel(self._life.live, time.time()))
         await self._publish()
@@ -182,8 +190,7 @@ class RolloutController:
             _, late = await asyncio.wait(self._work, timeout=_SHUTDOWN_S)
             for task in late:
                 task.cancel()
-        if self._pods:
-            await self._pods.stop()
+        return await self._pods.stop() if self._pods else ""
 
     # -- one attempt ----------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 """Connects to Ray: the cluster that RAY_ADDRESS names, or a local one that ends with the run; and
-looks, before anything is started, whether rollouts can run on what is there."""
+looks, before engines and trainer start, whether rollouts can run on what is there."""
 
 from __future__ import annotations
 

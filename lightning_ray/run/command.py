@@ -115,15 +115,16 @@ def _until_done(config: RunConfig, model_dir: Path, console: Console) -> Results
     from lightning_ray.run.waiting import ProcessLost
     from lightning_ray.trainer.trainer import TrainerKilled
 
-    lost, before = 0, None
+    lost, before, lacks = 0, None, None
     while True:
+        run = Run(config, model_dir, console, lacks)
         try:
-            return Run(config, model_dir, console).execute()
+            return run.execute()
         except (ProcessLost, TrainerKilled, EngineStartError, PlacementError) as error:
             if isinstance(error, EngineStartError | PlacementError) and not lost:
                 raise  # the configuration; after a loss it may be a node that is not back yet
             latest = Checkpoints(config.run_dir, config.run.keep_checkpoints).latest()
-            lost, before = (lost + 1 if latest == before else 1), latest
+            lost, before, lacks = (lost + 1 if latest == before else 1), latest, run.lacks
             if lost > config.run.restarts:
                 raise
             said = getattr(error, "cause", error)  # Ray's copy is a whole trace

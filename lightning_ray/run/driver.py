@@ -37,9 +37,16 @@ from lightning_ray.trainer.trainer import Trainer
 
 
 class Run:
-    """One training run in `config.run_dir`, on the Ray cluster that the process is connected to."""
+    """One training run in `config.run_dir`, on the Ray cluster that the process is connected to.
+    `lacks` is what `cluster.check_rollouts` told an earlier life: it is not asked again."""
 
-    def __init__(self, config: RunConfig, model_dir: Path, console: Console) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        console: Console,
+        lacks: dict[str, str] | None = None,
+    ) -> None:
         self._config, self._model_dir, self._console = config, model_dir, console
         self.run_dir = config.run_dir
         self._train = data.load_tasks(config.task.train, "task.train")
@@ -54,7 +61,7 @@ class Run:
         )
         self._estimator = advantages.estimator(config.algorithm)
         self._hook = advantages.call_advantages(config.algorithm)
-        self._lacks = cluster.check_rollouts(config, console.print, self._train, self._validation)
+        self.lacks = lacks
         # Weights made by this process belong to a lineage of their own: after a rollback the same
         # step number names other weights than before.
         self._lineage = secrets.token_hex(3)
@@ -81,20 +88,24 @@ class Run:
     def execute(self) -> Results:
         """Runs to the end.
 
-        Raises: RunError, TrainerDied, PlacementError, EngineStartError, GatewayStartError,
-            StoreLocked: see there; the run directory is whole, and the same command or another
-            `Run` goes on from it.
+        Raises: ConfigError, RunError, TrainerDied, PlacementError, EngineStartError,
+            GatewayStartError, StoreLocked: see there; the run directory is whole, and the same
+            command or another `Run` goes on from it.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         bundles: Bundles | None = None
         self._stack = Stack(self._config, self._model_dir, self.run_dir, self._say)
-        self._stack.know(self._lacks)
         self._collection = Collection(
             self._config, self._train, self._stack, self._estimator, self._say
         )
         try:
             self._show("starting", note="store")
             self._stack.open_store()
+            if self.lacks is None:
+                self.lacks = cluster.check_rollouts(
+                    self._config, self._say, self._train, self._validation
+                )
+            self._stack.know(self.lacks)
             self._remember_config()
             self._checkpoints = Checkpoints(
                 self.run_dir, self._config.run.keep_checkpoints, self._config.run.storage

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from lightning_ray.run.telling import Telling
 from lightning_ray.run.waiting import ProcessLost, RunError, Waiting
 from lightning_ray.samples import forest
 from lightning_ray.store import actor as store_actor
+from lightning_ray.store.attempts import Open
 from lightning_ray.views import PageQuery
 
 # Seconds between two looks at the controller: how fresh the console is.
@@ -75,7 +77,7 @@ class Stack:
         self._wait = Waiting(config.run.wait_timeout_s, say, self._look_at_store)
         self.pointer = run_dir / "policy.json"
         self._telling = Telling(say)
-        self._run_id, self._kept = "", list[str]()
+        self._run_id, self._kept, self._stood = "", list[str](), dict[str, Open]()
         self.store: Any = None
         self.engines: list[Any] = []
         self._controller: Any = None
@@ -132,18 +134,30 @@ class Stack:
         url = deploy.start(self.config, self._model_dir, self.engines, self.store)
         for one in ready:
             self._wait.get(one, "starting the engines")
-        self._controller = controller.start(self.config, self.store, url, self._run_id, self._kept)
+        self._controller = controller.start(
+            self.config, self.store, url, self._run_id, self._kept, self._stood
+        )
 
     def _still_running(self) -> list[str]:
-        """Attempts that run on in pods, since an earlier life of the run."""
+        """Attempts of an earlier life of the run that run on in pods, or ended there and were not
+        read."""
         if self.config.rollout.launcher == "local":
             return []
+        from lightning_ray.rollouts.pods.api import Away
         from lightning_ray.rollouts.pods.attempts import attempts_in_pods, run_id
 
         self._run_id = run_id(self._wait.get(self.store.operator_key.remote(), "its key"))
-        kept = attempts_in_pods(self.config, self._run_id)
-        if kept:
-            self._say(f"{len(kept)} rollouts run on in pods since the run was stopped")
+        self._stood = self._wait.get(self.store.open_attempts.remote(), "its open attempts")
+        if not self._stood:
+            return []
+        ask = partial(attempts_in_pods, self.config, self._run_id)
+        ended = self._wait.insist(ask, Away)
+        kept = [attempt for attempt in self._stood if attempt in ended]
+        over = sum(ended[attempt] for attempt in kept)
+        if over < len(kept):
+            self._say(f"{len(kept) - over} rollouts run on in pods since the run was stopped")
+        if over:
+            self._say(f"{over} rollouts have ended in pods since the run was stopped")
         return kept
 
     def drain(self, within_s: float | None) -> tuple[list[Drained], ControllerStatus]:
@@ -332,7 +346,9 @@ class Stack:
         """Ends harnesses, gateway, engines and the store, in this order; what is gone already, or
         does not answer, is killed."""
         if self._controller is not None:
-            _end(self._controller, self._controller.shutdown.remote())
+            left = _end(self._controller, self._controller.shutdown.remote())
+            if left:
+                self._say(f"kubernetes: {left}")
         if self._serving:
             with contextlib.suppress(RayError):
                 deploy.stop()
@@ -342,10 +358,12 @@ class Stack:
             _end(self.store, self.store.close.remote())
 
 
-def _end(actor: Any, last_words: Any) -> None:
+def _end(actor: Any, last_words: Any) -> Any:
+    said = None
     with contextlib.suppress(RayError):  # a time-out is one, too
-        ray.get(last_words, timeout=STOP_S)
+        said = ray.get(last_words, timeout=STOP_S)
     ray.kill(actor)
+    return said
 
 
 def _ids(specs: Sequence[RolloutSpec]) -> list[str]:

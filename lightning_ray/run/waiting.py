@@ -6,20 +6,26 @@ limit, or has lost its process, is a `ProcessLost`, from which a run goes on at 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
 
+from lightning_ray.config import ConfigError
+
+_Answer = TypeVar("_Answer")
 # Seconds of silence. A weight sync of a large model takes less.
 SAY_S = 30.0
 # Between two looks at what is waited for.
 LOOK_S = 1.0
-# Between two tries of an engine that Ray starts again.
+# Between two tries of an engine that Ray starts again, and at first of one that is away.
 AGAIN_S = 1.0
+# Longest pause between two tries of one that is away.
+MOST_AGAIN_S = 30.0
 
 
 class RunError(RuntimeError):
@@ -72,6 +78,32 @@ class Waiting:
                     time.sleep(AGAIN_S)
                     ref = getattr(actor, method).remote(*args)
         return values
+
+    def insist(self, ask: Callable[[], _Answer], away: type[ConfigError]) -> _Answer:
+        """What `ask` returns; whoever is `away` is asked again, less and less often.
+
+        Raises:
+            RunError: it did not come back in time.
+            ConfigError: it was not away, and refused.
+        """
+        started, told, pause = time.monotonic(), -math.inf, 0.0
+        while True:
+            try:
+                return ask()
+            except ConfigError as error:
+                # One that comes back may refuse what it cannot look up yet.
+                if not pause and not isinstance(error, away):
+                    raise
+                now = time.monotonic()
+                waited = f"{now - started:.0f} of run.wait_timeout_s={self.limit_s:g} s"
+                if now - started >= self.limit_s:
+                    raise RunError(f"{error} ({waited})") from error
+                if now - told >= SAY_S:
+                    told = now
+                    self.say(f"{error}; it is waited for ({waited})")
+            self.meanwhile()
+            pause = min(2 * pause or AGAIN_S, MOST_AGAIN_S)
+            time.sleep(min(pause, started + self.limit_s - now))
 
     def _get(self, ref: Any, what: str, started: float) -> Any:
         silent_since = started

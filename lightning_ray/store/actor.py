@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lightning_ray import canary
 from lightning_ray.line import LineEnd
 from lightning_ray.records import Call, Outcome, Reward
-from lightning_ray.store.attempts import AttemptSummary
+from lightning_ray.store.attempts import AttemptSummary, Open
 from lightning_ray.store.claims import Claims, Opening, Verdict
 from lightning_ray.store.depot import Depot
 from lightning_ray.store.disk import FULL, disk_fault
@@ -227,6 +227,12 @@ class StoreActor(LineEnd):
         await self._depots(self._depot.sweep, keep)
         return await self._run(RolloutStore.end_orphans, ended_at, keep)
 
+    async def open_attempts(self) -> dict[str, Open]:
+        calls = await self._opened_calls()
+        delivered = await self._depots(self._depot.delivered)
+        return {name: Open(count, name in delivered) for name, count in calls.items()}
+
+    _opened_calls = _queried(Queries.open_attempts)
     attempt = _stored(RolloutStore.attempt)
     record_fault = _stored(RolloutStore.record_fault)
     finish_rollout = _stored(RolloutStore.finish_rollout)

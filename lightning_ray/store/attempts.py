@@ -30,6 +30,15 @@ class Known:
 
 
 @dataclass(frozen=True)
+class Open:
+    """How an attempt stands that has not ended: the number of its calls, and whether its pod, if it
+    has one, has sent back its result."""
+
+    calls: int
+    delivered: bool
+
+
+@dataclass(frozen=True)
 class AttemptSummary:
     """How an attempt's calls went. `last_fault` is the HTTP status (500 or above) that the gateway
     gave last, None if its last answer was fine."""

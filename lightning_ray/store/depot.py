@@ -78,6 +78,10 @@ class Depot:
             return (self._directory / room / RESULT).read_bytes()
         return None
 
+    def delivered(self) -> list[str]:
+        """The rooms whose pods have sent something back."""
+        return [path.parent.name for path in self._directory.glob(f"*/{RESULT}")]
+
     def file(self, room: str, name: str) -> bytes | None:
         """A file of ours in a room."""
         with contextlib.suppress(FileNotFoundError):

@@ -98,6 +98,15 @@ class Queries:
             **{name: finished[name] for name in ending if name in finished},
         )
 
+    def open_attempts(self) -> dict[str, int]:
+        """The attempts that have not ended, with the number of their calls."""
+        with self._db.indexed():
+            rows = self._rows(
+                "select attempt_id, count(call_id) as calls from attempts "
+                "left join calls using (attempt_id) where ended_at is null group by attempt_id"
+            )
+        return {row["attempt_id"]: row["calls"] for row in rows}
+
     def unfinished(self) -> list[RolloutSpec]:
         """What operators asked for (rollouts that are a group of their own) and is not over, oldest
         first."""

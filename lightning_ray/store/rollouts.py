@@ -159,19 +159,22 @@ class RolloutStore:
     ) -> AttemptSummary:
         """Ends the attempt: its key is dead from here on."""
         with self._db.write():
-            self._db.execute(
+            ended = self._db.execute(
                 "update attempts set outcome = ?, detail = ?, ended_at = ? where "
                 "attempt_id = ? and ended_at is null",
                 (outcome, detail, ended_at, attempt_id),
             )
+            if ended.rowcount and not outcome.caused_by_policy:  # until another one begins
+                sql = "update rollouts set state = 'queued' where finished is null and rollout_id "
+                sql += "= (select rollout_id from attempts where attempt_id = ?)"
+                self._db.execute(sql, (attempt_id,))
         self._live.pop(attempt_id, None)
-        (calls,) = self._db.execute(
-            "select count(*) from calls where attempt_id = ?", (attempt_id,)
+        counted = self._db.execute(
+            "select count(*), (select last_fault from attempts where attempt_id = ?) from calls "
+            "where attempt_id = ?",
+            (attempt_id, attempt_id),
         ).fetchone()
-        fault = self._db.execute(
-            "select last_fault from attempts where attempt_id = ?", (attempt_id,)
-        ).fetchone()
-        return AttemptSummary(calls, fault[0] if fault else None)
+        return AttemptSummary(*counted)
 
     def end_orphans(self, ended_at: float, keep: Iterable[str] = ()) -> int:
         """Ends the attempts that a crashed run left open, except `keep`, which run on; returns how

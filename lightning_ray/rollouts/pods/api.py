@@ -40,6 +40,10 @@ _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
+class Away(ConfigError):
+    """The API server does not answer, or not yet: it may later."""
+
+
 class Api:
     """One namespace of a cluster.
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,13 +38,14 @@ from lightning_ray.rollouts.harness import MODEL_NAME, Recipe, RecipeError
 from lightning_ray.rollouts.lifecycle import Attempt
 from lightning_ray.rollouts.local import AttemptResult
 from lightning_ray.rollouts.pods import manifest, staging
-from lightning_ray.rollouts.pods.api import OUTAGE, Api
+from lightning_ray.rollouts.pods.api import OUTAGE, Api, Away
 from lightning_ray.rollouts.pods.entry import MOST_SETUP_S
 from lightning_ray.rollouts.pods.launcher import Launcher
 from lightning_ray.rollouts.pods.manifest import Room
-from lightning_ray.rollouts.pods.outcomes import End
+from lightning_ray.rollouts.pods.outcomes import End, finished
 from lightning_ray.rollouts.pods.staging import PodLimits, Stage
 from lightning_ray.rollouts.pods.template import Names, TemplateFault
+from lightning_ray.store.attempts import Open
 
 # An attempt that an earlier life of the run began and that nobody asks for again.
 _UNCLAIMED_S = 600.0
@@ -64,26 +66,33 @@ def run_id(operator_key: str) -> str:
     return hashlib.sha256(f"kubernetes:{operator_key}".encode()).hexdigest()[:16]
 
 
-def attempts_in_pods(config: RunConfig, run_id: str) -> list[str]:
-    """The attempts of this run whose Jobs are there.
+def attempts_in_pods(config: RunConfig, run_id: str) -> dict[str, bool]:
+    """The attempts of this run whose Jobs are there, and whether these have ended.
 
     Raises:
-        ConfigError: the API server does not answer, or refuses to say.
+        Away: the API server does not answer.
+        ConfigError: it refuses to say.
     """
     try:
         jobs, _ = Api(config.kubernetes).list("jobs", manifest.selector(run_id, manifest.AGENT))
     except ApiException as error:
         why = f"HTTP {error.status} {error.reason}"
+        if error.status >= 500 or error.status == 429:  # of a proxy before it, or it is busy
+            raise Away(f"kubernetes: the API server does not answer: {why}") from error
         raise ConfigError(f"kubernetes: this run may not list its Jobs: {why}") from error
     except OUTAGE as error:
-        raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
-    there = [job["metadata"] for job in jobs if "deletionTimestamp" not in job["metadata"]]
-    named = (metadata.get("annotations") or {} for metadata in there)
-    return [room for found in named if (room := found.get(manifest.ROOM_ANNOTATION))]
+        raise Away(f"kubernetes: the API server does not answer: {error}") from error
+    return {
+        room: finished(job)
+        for job in jobs
+        if "deletionTimestamp" not in (metadata := job["metadata"])
+        and (room := (metadata.get("annotations") or {}).get(manifest.ROOM_ANNOTATION))
+    }
 
 
 class Pods:
-    """Runs attempts in pods. `kept` are the attempts of an earlier life whose Jobs may still run.
+    """Runs attempts in pods. `kept` are the attempts of an earlier life whose Jobs are there, and
+    `stood` says how they stood before the gateway was started again.
 
     Raises:
         ConfigError: see `Launcher`.
@@ -100,11 +109,13 @@ class Pods:
         run_id: str,
         kept: list[str],
         wait: Wait,
+        stood: Mapping[str, Open] | None = None,
     ) -> None:
         self._config, self._store, self._recipe = config, store, recipe
         self._gateway_url, self._wait = gateway_url, wait
         self._launcher = Launcher(config, run_id)
         self._kept, self._adopted = kept, dict[str, asyncio.Task[End]]()
+        self._stood = stood or {}
         # Attempt id -> the rooms in which it is graded. Who is cancelled is not there any more.
         self._grading: dict[str, set[str]] = {}
         self._options = {"num_cpus": config.rollout.cpus, "scheduling_strategy": "SPREAD"}
@@ -170,7 +181,9 @@ class Pods:
     async def resume(self, attempt: Attempt) -> AttemptResult:
         """Waits for the end of an attempt that an earlier life began."""
         attempt_id = attempt.attempt_id
-        before = len(await self._store.texts.remote(attempt_id))
+        before = self._stood.get(attempt_id)
+        if before is None:
+            before = Open(len(await self._store.texts.remote(attempt_id)), delivered=False)
         try:
             result = await self._ended(attempt, await self._adopted.pop(attempt_id))
         except RayError as error:
@@ -178,7 +191,8 @@ class Pods:
         finally:
             await self._close(attempt_id)
         calls = len(await self._store.texts.remote(attempt_id))
-        if result.outcome.caused_by_policy and calls == before:
+        silent = calls == before.calls and not before.delivered
+        if result.outcome.caused_by_policy and silent:
             # It may have ended because the gateway was away, however it puts that.
             detail = f"no model call since the run was started again; {result.detail}"
             return replace(result, outcome=Outcome.NODE_LOST, detail=detail)
@@ -205,10 +219,10 @@ class Pods:
         for room in self._grading.pop(attempt_id, ()):
             self._launcher.cancel(room)
 
-    async def stop(self) -> None:
+    async def stop(self) -> str:
         if self._late:
             self._late.cancel()
-        await self._launcher.stop()
+        return await self._launcher.stop()
 
     @property
     def trouble(self) -> str:
@@ -279,7 +293,10 @@ class Pods:
             if end.outcome is Outcome.CANCELLED:
                 return GraderFault("cancelled")
             if result is not None:
-                return staging.room_report(result)
+                try:
+                    return staging.room_report(result)
+                except ValueError as error:
+                    return GraderFault(f"a pod that graded {attempt.attempt_id}: {error}")
             if end.outcome in (Outcome.OUT_OF_MEMORY, Outcome.OUTPUT_LIMIT):
                 # The code under test did that: it is no fault of the room.
                 return RoomReport(None, "", end.detail, overran=True)
@@ -339,6 +356,8 @@ class Pods:
         await asyncio.sleep(_UNCLAIMED_S)
         for attempt_id in list(self._adopted):
             self._adopted.pop(attempt_id).cancel()
+            why = "nobody asked for it after the run was started again"
+            await self._store.end_attempt.remote(attempt_id, Outcome.NODE_LOST, why, time.time())
             await self._close(attempt_id)
 
 

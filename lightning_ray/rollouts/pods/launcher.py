@@ -82,7 +82,10 @@ class Launcher:
             python=settings.python,
         )
         patience = Patience(settings.start_timeout_s, settings.fault_timeout_s)
-        self._reconciler = Reconciler(patience, settings.max_pods, settings.creates_per_s)
+        keep = settings.keep_s is not None  # Kubernetes deletes them then
+        self._reconciler = Reconciler(
+            patience, settings.max_pods, settings.creates_per_s, keep=keep
+        )
         self._wanted: dict[str, _Wanted] = {}
         self._cancelled: set[str] = set()  # also before they are wished
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="kubernetes")
@@ -187,8 +190,9 @@ class Launcher:
             return f"the API server has not answered since {clock} ({problem})"
         return self._reconciler.trouble(time.monotonic())
 
-    async def stop(self) -> None:
-        """Deletes all Jobs of the run, as far as the API server lets us, and stops following."""
+    async def stop(self) -> str:
+        """Deletes all Jobs of the run, as far as the API server lets us, and stops following.
+        Returns what a person must know of those that are left; empty if none are."""
         for name in list(self._wanted):
             self._wanted.pop(name).end.cancel()
             self._reconciler.release(name)
@@ -201,6 +205,15 @@ class Launcher:
         for task in self._tasks:
             task.cancel()
         self._workers.shutdown(wait=False, cancel_futures=True)
+        left = self._reconciler.left
+        why = f", since {self.trouble}" if self._away else ""
+        delete = f"kubectl -n {self.namespace} delete jobs -l {self._selector}"
+        if not left:
+            return ""
+        return (
+            f"{left} Jobs are left{why}. The run takes them over if it goes on; else each ends at "
+            f"its deadline, or at once with: {delete}"
+        )
 
     # -------------------------------------------------------------------------------------------
 

@@ -183,6 +183,9 @@ def _fill_pod(pod: Json, frame: Frame) -> None:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
     )
+    for container in pod.get("initContainers", []):
+        # So that the attempt can say why it could not begin.
+        container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     volume = {"name": VOLUME, "emptyDir": {"sizeLimit": f"{frame.disk_mib}Mi"}}
     pod["volumes"] = [*pod.get("volumes", []), volume]
 

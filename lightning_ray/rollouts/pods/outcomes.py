@@ -46,6 +46,7 @@ _SIGNALLED, _NO_MESSAGE = 128, 255
 # Why a container ended, where the node knows no more than the exit code. Other reasons
 # (ContainerStatusUnknown, Unknown) say that the node lost sight of it.
 _BY_ITSELF = frozenset({"", "Error", "Completed"})
+_WORDS_CHARS = 500  # of an init container's output: the end of it, which says what went wrong
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def _standing_of_pod(pod: Json, patience: Patience) -> Standing:
     if pod["metadata"].get("deletionTimestamp"):
         lost = Outcome.NODE_LOST
         return Standing(None, False, "its pod is being deleted", patience.settle_s, lost)
-    for container in _containers(pod):
+    # Once the harness runs, what others wait for, an image say, is no matter of the attempt's.
+    for container in () if "running" in _harness(pod) else _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         reason = waiting.get("reason", "")
         said = f"{reason}: {waiting.get('message', '')}".rstrip(": ")
@@ -147,24 +149,23 @@ def _end_of_pod(pod: Json) -> End | None:
         # What the harness wrote beyond its own limit is its doing; a full node is not.
         own = "exceeds the" in message or "exceeded its local ephemeral storage limit" in message
         return End(Outcome.OUTPUT_LIMIT if own else Outcome.NODE_LOST, said)
-    if reason == "DeadlineExceeded":
-        return End(Outcome.TIMEOUT, said)
-    if reason:  # Preempting, NodeLost, Shutdown, UnexpectedAdmissionError, OutOfcpu, ...
+    if reason:
+        # Preempting, NodeLost, Shutdown, UnexpectedAdmissionError, OutOfcpu, ... DeadlineExceeded
+        # as well: no template gives a pod a deadline of its own, a cluster's webhook may.
         return End(Outcome.NODE_LOST, said)
     if target := _condition(pod, "DisruptionTarget"):
         return End(Outcome.NODE_LOST, f"{target.get('reason')}: {target.get('message')}")
-    # The harness's container is the first of the template; others may run on, or end otherwise.
-    name = (pod.get("spec", {}).get("containers") or [{}])[0].get("name")
-    for container in status.get("containerStatuses") or []:
-        ended = container.get("state", {}).get("terminated")
-        if ended and name in (None, container.get("name")):
-            deleted = "deletionTimestamp" in pod["metadata"]
-            return _end_of_container(ended, deleted)
+    if ended := _harness(pod).get("terminated"):
+        return _end_of_container(ended, "deletionTimestamp" in pod["metadata"])
     if status.get("phase") not in ("Succeeded", "Failed"):
         return None
     for container in status.get("initContainerStatuses") or []:
-        if (container.get("state", {}).get("terminated") or {}).get("exitCode"):
-            return End(Outcome.LAUNCH_FAULT, f"its init container {container.get('name')} failed")
+        ended = container.get("state", {}).get("terminated") or {}
+        if code := ended.get("exitCode"):
+            why = f"{ended.get('reason') or 'Error'}, exit status {code}"
+            words = " ".join((ended.get("message") or "no message").split())[-_WORDS_CHARS:]
+            said = f"its init container {container.get('name')} failed: {why}: {words}"
+            return End(Outcome.LAUNCH_FAULT, said)
     return End(Outcome.NODE_LOST, "its pod failed before its container ran")
 
 
@@ -211,6 +212,17 @@ def _end_of_container(ended: Json, deleted: bool) -> End:
 
 def _ended(outcome: Outcome, detail: str) -> Standing:
     return Standing(End(outcome, detail))
+
+
+def _harness(pod: Json) -> Json:
+    """The state of the harness's container, the first of the template; others may run on, or end
+    otherwise."""
+    name = (pod.get("spec", {}).get("containers") or [{}])[0].get("name")
+    for container in pod.get("status", {}).get("containerStatuses") or []:
+        if name in (None, container.get("name")):
+            state: Json = container.get("state", {})
+            return state
+    return {}
 
 
 def _containers(pod: Json) -> list[Json]:

@@ -6,8 +6,8 @@
 
 Invariants, from any state and any order of events: a wished Job that is not there is created, at
 most `most` at a time and `per_second` a second; what is no longer wished counts until nothing of it
-runs; a Job of this run that nobody wishes is deleted; a Job that was there and is gone is an end,
-never created again; each wished Job ends once.
+runs; a Job of this run that nobody wishes is deleted, unless it has ended and such are kept; a Job
+that was there and is gone is an end, never created again; each wished Job ends once.
 """
 
 from __future__ import annotations
@@ -89,10 +89,13 @@ class _Seen:
 
 
 class Reconciler:
-    """The Jobs of one run."""
+    """The Jobs of one run. With `keep`, those that have ended stay, of an earlier life as well."""
 
-    def __init__(self, patience: Patience, most: int, per_second: float) -> None:
+    def __init__(
+        self, patience: Patience, most: int, per_second: float, *, keep: bool = False
+    ) -> None:
         self._patience, self._most, self._per_second = patience, most, per_second
+        self._keep = keep
         self._wishes: dict[str, _Wish] = {}
         self._urgent: dict[str, None] = {}  # wished, in order
         self._waiting: dict[str, None] = {}  # after those
@@ -233,6 +236,9 @@ class Reconciler:
         wish, seen = self._wishes.get(name), self._seen.get(name)
         if wish is None:
             if seen and seen.job and not seen.deleting and name not in self._kept:
+                if self._keep and finished(seen.job):
+                    self._kept.add(name)
+                    return []
                 seen.deleting = True
                 self._going.setdefault(name, now)
                 return [Delete(name, seen.job["metadata"]["uid"])]
@@ -352,7 +358,8 @@ class Reconciler:
         """How many Jobs are there, or may be, that shall not stay, those that are being deleted
         included."""
         there = {n for n, seen in self._seen.items() if seen.job and n not in self._kept}
-        return len(there | self._creating)
+        never_seen = self._going.keys() - self._seen.keys()  # taken over, and nobody told of them
+        return len(there | self._creating | never_seen)
 
 
 def _pods(seen: Iterable[_Seen]) -> list[Json]:
