@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -97,10 +98,12 @@ def run(
     *,
     full: bool = False,
     name: str = "127.0.0.1",
+    api: int = 0,
 ) -> End:
     """Runs an order to its end, with `folder` in the place of the pod's volume; how it ended, as a
     kubelet would tell it. A `full` node has no space for a termination message. A `name` of the
-    gateway is in a /etc/hosts that can be written, as a kubelet's for root."""
+    gateway is in a /etc/hosts that can be written, as a kubelet's for root. `api` is the port of
+    what the pod is told to be Kubernetes' API server."""
     log = Path("/dev/full") if full else folder / "termination-log"
     log.touch()
     depot.files = {**files, "order": files["order"].replace(b'"/lightning', f'"{folder}'.encode())}
@@ -123,6 +126,8 @@ def run(
     env = {
         **os.environ,
         "TMPDIR": str(folder),
+        **({"KUBERNETES_SERVICE_HOST": "127.0.0.1"} if api else {}),
+        "KUBERNETES_SERVICE_PORT": str(api),
         **{f"LIGHTNING_RAY_{name}": text for name, text in told.items()},
     }
     done = subprocess.run(
@@ -233,6 +238,17 @@ except OSError:
     end = run(depot, tmp_path, make(script), name="gateway.test")
     assert end.outcome is Outcome.HARNESS_ERROR and "exit status 3" in end.detail, end
     assert depot.result is not None
+
+
+@boxed
+def test_a_pod_that_reaches_the_api_server_says_that_nothing_holds_it(depot, tmp_path) -> None:
+    end = run(depot, tmp_path, harness("print('done')"), api=depot.port)
+    assert end.outcome is Outcome.COMPLETED and "no NetworkPolicy holds it" in end.lack, end
+    assert end.lack in end.detail
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        end = run(depot, tmp_path, harness("print('done')"), api=closed.getsockname()[1])
+    assert (end.outcome, end.lack) == (Outcome.COMPLETED, ""), end
 
 
 def call(machine: str, architecture: int, number: int, *arguments: int) -> int:

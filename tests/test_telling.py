@@ -14,6 +14,8 @@ def test_each_node_that_lacks_something_is_named_once() -> None:
     for _ in range(3):
         telling.sandboxes({"head": "no bubblewrap", "a": "no namespaces", "b": "no namespaces"})
     assert said == ["sandbox: node a: no namespaces", "sandbox: node b: the same"]
+    telling.sandboxes({"pods of default": "no NetworkPolicy"})
+    assert said[-1] == "sandbox: pods of default: no NetworkPolicy"
 
 
 def test_counts_that_change_are_no_news_and_new_reasons_are() -> None:

@@ -252,16 +252,21 @@ class RolloutController:
         if attempt.attempt_id in self._stopped:
             return AttemptResult(Outcome.CANCELLED, "cancelled")
         try:
-            if pods := self._pods_of(attempt):
-                return await pods.run(attempt, key)
-            return await self._run_on_node(attempt, key)
+            pods = self._pods_of(attempt)
+            work = pods.run(attempt, key) if pods else self._run_on_node(attempt, key)
+            result = await work
         except TaskCancelledError:
             return AttemptResult(Outcome.CANCELLED, "cancelled")
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, FamilyError) else error
-            return AttemptResult(Outcome.LAUNCH_FAULT, _last_line(cause))
+            return AttemptResult(Outcome.LAUNCH_FAULT, _line(cause, -1))
         except RayError as error:
-            return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {_first_line(error)}")
+            return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {_line(error, 0)}")
+        if result.lack:
+            self._lacks[result.node] = result.lack
+        else:  # a lack may have been for a moment
+            self._lacks.pop(result.node, None)
+        return result
 
     async def _run_on_node(self, attempt: Attempt, key: str) -> AttemptResult:
         config = self._config
@@ -283,10 +288,6 @@ class RolloutController:
         result: AttemptResult = await self._wait(
             attempt, _run_attempt.options(**self._options).remote(request)
         )
-        if result.lack:
-            self._lacks[result.node] = result.lack
-        else:  # a lack may have been for a moment
-            self._lacks.pop(result.node, None)
         return result
 
     async def _reward(
@@ -348,7 +349,7 @@ class RolloutController:
             )
             return verdict
         except RayError as error:
-            return GraderFault(f"the grader's Ray task failed: {_last_line(error)}")
+            return GraderFault(f"the grader's Ray task failed: {_line(error, -1)}")
 
     def _pods_of(self, attempt: Attempt) -> Pods | None:
         """What runs the attempt's Jobs; None if it runs on a node of Ray."""
@@ -388,9 +389,5 @@ class RolloutController:
             self._news.set()
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+def _line(error: BaseException, number: int) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[number]

@@ -33,7 +33,8 @@ class Telling:
         for node, lack in lacks.items():
             if self._told.get(node) != lack:
                 known = lack in self._told.values()
-                self._say(f"sandbox: node {node}: {'the same' if known else lack}")
+                where = node if " " in node else f"node {node}"  # a name, or what pods they are
+                self._say(f"sandbox: {where}: {'the same' if known else lack}")
                 self._told[node] = lack
 
     def pods(self, trouble: str, now: float) -> None:

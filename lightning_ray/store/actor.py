@@ -228,10 +228,11 @@ class StoreActor(LineEnd):
         return await self._run(RolloutStore.end_orphans, ended_at, keep)
 
     async def open_attempts(self) -> dict[str, Open]:
-        calls = await self._run(lambda store: store.queries.open_attempts())
+        calls = await self._opened_calls()
         delivered = await self._depots(self._depot.delivered)
         return {name: Open(count, name in delivered) for name, count in calls.items()}
 
+    _opened_calls = _queried(Queries.open_attempts)
     attempt = _stored(RolloutStore.attempt)
     record_fault = _stored(RolloutStore.record_fault)
     finish_rollout = _stored(RolloutStore.finish_rollout)

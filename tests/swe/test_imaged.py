@@ -293,8 +293,8 @@ def test_hidden_files_get_one_canary_below_their_end_that_changes_nothing(tmp_pa
 
 @pytest.mark.parametrize("form", ["swe-smith"])
 @pytest.mark.parametrize("place", ["tests", "git", "gold"])
-def test_a_reply_with_a_canary_of_an_images_task_voids_its_rollout(site, place):
-    """Wherever it was read: in a pod that grades, among the agent's objects, in the stored task."""
+def test_who_reads_what_is_hidden_of_an_images_task_reads_a_canary(site, place):
+    """In a pod that grades, among the agent's objects, in the stored task: and so is void."""
     found, here = site.attempt("true")
     if place == "tests":
         assert not site.graded(found).solved
@@ -305,9 +305,7 @@ def test_a_reply_with_a_canary_of_an_images_task_voids_its_rollout(site, place):
         text = site.task.fields["patch"]
     [told] = canary.seen(text)
     assert f"lrcanary-{place}-" in told
-    episode = replace(EPISODE, texts=("fine", f"There it is: {text}"))
-    with pytest.raises(GradingError, match=f"the reply of call 1 of .* holds a canary .{told}"):
-        family.rooms(site.task, found, episode, [])
+    assert canary.first_seen(["fine", f"There it is: {text}"]) == (1, told)
 
 
 @pytest.mark.slow

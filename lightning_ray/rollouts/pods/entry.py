@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -62,7 +63,7 @@ def main(order: Order, request: Request, key: str) -> NoReturn:
     # As the first process of its namespace it gets no signal from the others, except those that it
     # handles: Python handles this one.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    unguarded = guard()
+    unguarded, forbidden = guard(), reach()
     started = time.monotonic()
     # Opened before anybody else could change its rights.
     log = open_log()
@@ -79,7 +80,7 @@ def main(order: Order, request: Request, key: str) -> NoReturn:
     told = {name: facts[name] for name in ("ended_by", "status", "error")}
     told["error"] = told["error"][:MOST_ERROR_CHARS]
     told["seconds"] = time.monotonic() - started
-    told["unguarded"] = unguarded
+    told["unguarded"], told["network"] = unguarded, reached(forbidden)
     text = json.dumps(told, ensure_ascii=False).encode(errors="replace")
     status = facts.get("status")
     # Above that is what a signal makes of us.
@@ -90,6 +91,34 @@ def main(order: Order, request: Request, key: str) -> NoReturn:
     except OSError:  # no space: what stands in its place is the program's
         code = code and 255
     os._exit(code)
+
+
+def reach() -> socket.socket | None:
+    """Begins to connect to what no rollout needs, the API of Kubernetes, of which every pod is
+    told. Nobody waits for it: a wall answers nothing."""
+    host, port = (
+        os.environ.get("KUBERNETES_SERVICE_HOST"),
+        os.environ.get("KUBERNETES_SERVICE_PORT"),
+    )
+    with contextlib.suppress(OSError, ValueError):
+        if host and port:
+            probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            probe.setblocking(False)
+            probe.connect_ex((host, int(port)))
+            return probe
+    return None
+
+
+def reached(probe: socket.socket | None) -> str:
+    """Who answered, if somebody did, also with a goodbye."""
+    if probe is None:
+        return ""
+    if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != errno.ECONNRESET:
+        try:
+            probe.getpeername()
+        except OSError:
+            return ""
+    return "no NetworkPolicy holds it: it reaches the API server"
 
 
 # -- a harness ------------------------------------------------------------------------------------

@@ -51,10 +51,12 @@ _WORDS_CHARS = 500  # of an init container's output: the end of it, which says w
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended, as far as Kubernetes can tell."""
+    """How an attempt ended, as far as Kubernetes can tell; `lack` is what its pod says that it
+    should have been kept from, and was not."""
 
     outcome: Outcome
     detail: str
+    lack: str = ""
 
 
 @dataclass(frozen=True)
@@ -200,14 +202,15 @@ def _end_of_container(ended: Json, deleted: bool) -> End:
         if code == 0:
             return End(Outcome.COMPLETED, "exit status 0")
         return End(Outcome.LAUNCH_FAULT, f"exit status {code} before it had its order: {last}")
-    error, unguarded = str(facts.get("error") or ""), str(facts.get("unguarded") or "")
-    after = f"after {seconds:.1f} s" + (f" (unguarded: {unguarded})" if unguarded else "")
+    error, lacks = str(facts.get("error") or ""), (facts.get("unguarded"), facts.get("network"))
+    lack = "; ".join(str(each) for each in lacks if each)
+    after = f"after {seconds:.1f} s" + (f" (unguarded: {lack})" if lack else "")
     if ended_by == "exit":
         outcome = Outcome.COMPLETED if status == 0 else Outcome.HARNESS_ERROR
-        said = f": {error}" if error else ""
-        return End(outcome, f"exit status {status} {after}{said}")
+        why = f": {error}" if error else ""
+        return End(outcome, f"exit status {status} {after}{why}", lack)
     why = error or f"ended by {ended_by}"
-    return End(_ENDED_BY.get(ended_by, Outcome.LAUNCH_FAULT), f"{why} {after}")
+    return End(_ENDED_BY.get(ended_by, Outcome.LAUNCH_FAULT), f"{why} {after}", lack)
 
 
 def _ended(outcome: Outcome, detail: str) -> Standing:
