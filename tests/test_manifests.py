@@ -142,7 +142,7 @@ def test_a_rollouts_job_and_what_it_needs_are_valid(
     frame = Frame("run", owner, 0.5, 1024, 4096, 60.0, 600)
     job = manifest.build(rendered, Room("a", "http://g:1", "key", role, 60.0), frame)
     kubernetes_validate.validate(job, version, strict=True)
-    secret = manifest.secret(job, "uid", "key")
+    secret = manifest.secret(job, "uid", {"key": "k"})
     kubernetes_validate.validate(secret, version, strict=True)
 
 
