@@ -203,5 +203,7 @@ def test_a_step_that_lost_too_much_to_infrastructure_stops_with_a_diagnosis():
     cancelled = replace(lost, state=RolloutState.CANCELLED, outcome=Outcome.CANCELLED)
     check_faults([good, lost], 0.5, Path("run"))
     check_faults([good, cancelled, cancelled], 0.5, Path("run"))  # nobody's fault
-    with pytest.raises(RunError, match=r"2 of 3 rollouts have no reward .*2 x node_lost.* lost: node"):
+    with pytest.raises(
+        RunError, match=r"2 of 3 rollouts have no reward .*2 x node_lost.* lost: node"
+    ):
         check_faults([good, lost, lost], 0.5, Path("run"))
