@@ -449,7 +449,7 @@ def test_rewards_are_shaped_for_solved_training_rollouts_only():
 
 def test_passing_hidden_tests_is_worth_nothing_where_no_twin_shows_that_it_is_honest():
     record, shaping = SMALL[0], family.Shaping(partial_credit=0.5)
-    said = Judgement(Verdict.UNSOLVED, fail_to_pass=len(record.fail_to_pass), looked_solved=True)
+    said = Judgement(Verdict.UNSOLVED, fail_to_pass=len(record.fail_to_pass))
     assert family.shaped(said, record, EPISODE, shaping) == 0.0
     task = record.model_copy(update={"package": ""}).to_task()
     with pytest.raises(GradingError, match="partial_credit is for packages"):

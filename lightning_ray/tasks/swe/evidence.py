@@ -110,7 +110,6 @@ class Judgement:
     seconds: float = 0.0
     twins: int | None = None
     # The suite as it is was solved, and only other runs were not; for verdicts in images.
-    looked_solved: bool = False
 
 
 def weigh(

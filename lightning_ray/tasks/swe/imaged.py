@@ -198,7 +198,6 @@ class _Examination:
             runs=len(runs),
             seconds=sum(run.report.seconds for run in done),
             twins=len(self._hidden & twins),
-            looked_solved=done[0].started and weigh(first, self._suite)[0] is Verdict.SOLVED,
         )
 
     def _merely_unsolved(self, first: _Run) -> bool:
