@@ -40,8 +40,9 @@ TWO := -n 2 --dist loadfile
 test: $(FETCHED) ## the test suite (ARGS="-k name"; ARGS="-n 0": one file at a time)
 	@$(BIN)/python -m pytest -q -m "not slow and not demand" $(TWO) $(ARGS)
 
+# In alphabetical order: the longest, of tests/chaos, begins first.
 test-slow: $(FETCHED) ## tests with real engines, trainers and clusters
-	@$(BIN)/python -m pytest -q -m "slow and not demand" $(TWO) $(ARGS)
+	@$(BIN)/python -m pytest -q -m "slow and not demand" $(TWO) --no-loadscope-reorder $(ARGS)
 
 test-demand: $(FETCHED) ## slow tests that CI leaves out, since others show the same
 	@$(BIN)/python -m pytest -q -m demand $(ARGS)
