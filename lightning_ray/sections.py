@@ -94,7 +94,8 @@ class RunSection(Section):
         0.5,
         gt=0,
         le=1,
-        description="Share of a step's rollouts lost to infrastructure that stops the run.",
+        description="Share of a step's rollouts without a reward, lost to infrastructure or void, "
+        "that stops the run.",
     )
 
 
@@ -186,12 +187,11 @@ class GatewaySection(Section):
     port: int = Field(
         8765, ge=0, le=65535, description="Port the gateway listens on; 0 takes a free one."
     )
-    replicas: int | None = Field(
-        None,
+    replicas: int = Field(
+        1,
         ge=1,
         le=100,
-        description="Gateway replicas, spread over the nodes that there are at the start. Unset: "
-        "one for each.",
+        description="Gateway replicas, spread over the nodes that there are at the start.",
     )
     advertise: str | None = Field(
         None,

@@ -226,6 +226,7 @@ def test_ranks_engines_and_gateway_on_two_nodes_of_which_one_dies(
             "engine.verify_sync=true",
             # From each rank to the engine beside it: a pair that is not on one node would fail.
             "trainer.weight_sync=memory",
+            "gateway.replicas=2",
             "rollout.cpus=0.5",
         ) as run:
             wait_for(run, log, lambda: "step 1/2" in log.read_text())

@@ -249,12 +249,11 @@ def start(config: RunConfig, model_dir: Path, engines: list[Any], store: Any) ->
         _own_folder(_proxy_folder(gateway.port))
     serve.start(http_options={"host": gateway.host, "port": gateway.port})
     nodes = sum(node["Alive"] for node in ray.nodes())
-    replicas = gateway.replicas or nodes
     deployment = serve.deployment(GatewayDeployment).options(
         name="gateway",
-        num_replicas=replicas,
+        num_replicas=gateway.replicas,
         # Else Serve may put all of them on one.
-        max_replicas_per_node=math.ceil(replicas / nodes),
+        max_replicas_per_node=math.ceil(gateway.replicas / nodes),
         max_ongoing_requests=MOST_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         # Harnesses are gone when the gateway stops; nothing is left to drain.

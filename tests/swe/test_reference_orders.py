@@ -206,6 +206,10 @@ STRANGER = "pull access denied, repository does not exist or may require authori
         (BACK_OFF.format("429 Too Many Requests - toomanyrequests: rate limit"), True, False),
         (BACK_OFF.format("failed to fetch manifest: 503 Service Unavailable"), True, False),
         (BACK_OFF.format("dial tcp: lookup registry.example: no such host"), True, False),
+        # What a node lost, or does not reach.
+        (BACK_OFF.format("unpack image: layer blob sha256:0 not found"), True, False),
+        (BACK_OFF.format("proxyconnect tcp: host not found"), True, False),
+        (BACK_OFF.format('secret "regcred" not found'), True, False),
         ('ImagePullBackOff: Back-off pulling image "x" (for 120 s)', True, False),
         ('CreateContainerConfigError: secret "x" not found (for 120 s)', True, False),
         ("Unschedulable: 0/3 nodes are available (for 900 s)", True, False),

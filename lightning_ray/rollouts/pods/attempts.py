@@ -356,7 +356,9 @@ class Pods:
     async def _give_up_unclaimed(self) -> None:
         await asyncio.sleep(_UNCLAIMED_S)
         for attempt_id in list(self._adopted):
-            self._adopted.pop(attempt_id).cancel()
+            if (work := self._adopted.pop(attempt_id, None)) is None:
+                continue  # somebody did while we closed another one
+            work.cancel()
             why = "nobody asked for it after the run was started again"
             await self._store.end_attempt.remote(attempt_id, Outcome.NODE_LOST, why, time.time())
             await self._close(attempt_id)

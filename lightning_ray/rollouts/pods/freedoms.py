@@ -36,7 +36,7 @@ def refusals(job: Json) -> Iterator[tuple[Path, str]]:
     if "activeDeadlineSeconds" in pod:
         yield (
             (*_POD, "activeDeadlineSeconds"),
-            "a pod that this ends would be graded like a rollout that took too long: leave it out; "
+            "a pod that this ends counts as lost, however long its rollout may take: leave it out; "
             "rollout.timeout_s and kubernetes.start_timeout_s are the limits",
         )
     if pod.get("hostIPC"):

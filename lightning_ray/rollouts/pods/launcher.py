@@ -211,8 +211,8 @@ class Launcher:
         if not left:
             return ""
         return (
-            f"{left} Jobs are left{why}. The run takes them over if it goes on; else each ends at "
-            f"its deadline, or at once with: {delete}"
+            f"{left} Jobs are left{why}. The same command finds them if it goes on; else each ends "
+            f"at its deadline, or at once with: {delete}"
         )
 
     # -------------------------------------------------------------------------------------------

@@ -109,7 +109,6 @@ class Judgement:
     runs: int = 1
     seconds: float = 0.0
     twins: int | None = None
-    # The suite as it is was solved, and only other runs were not; for verdicts in images.
 
 
 def weigh(

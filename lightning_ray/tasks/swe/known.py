@@ -90,8 +90,9 @@ class Known:
             failed = {
                 suite.function(t) for t, found in report.outcomes.items() if found == "failed"
             }
-            for name in sorted(mask & failed):
-                sharp.setdefault(name, []).append(self.round(number)[name])
+            offered = self.round(number)  # of fewer files, once another verdict found one unsteady
+            for name in sorted(mask & failed & offered.keys()):
+                sharp.setdefault(name, []).append(offered[name])
         return replace(self, sharp=sharp)
 
 

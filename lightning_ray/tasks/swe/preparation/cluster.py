@@ -49,9 +49,12 @@ _ANSWER_S = 60.0  # for the first list of what there is
 _AGAIN_S = 5.0  # before another try, then twice as long: a node that evicts is full for a while
 _NEWS_S = 5.0  # between two looks at what Jobs wait for
 _READS = 3  # of a log, a second apart: a node may be busy
-# What a registry says of an image that there is not; and what it says also to strangers.
+# What a registry says of an image that there is not, and no node of a layer, a host or a Secret;
+# and what a registry says also to strangers.
 _NO_IMAGE = re.compile(
-    r"InvalidImageName|ErrImagePull: .*(not ?found|manifest unknown|no match)", re.I
+    r"InvalidImageName|ErrImagePull: (?!.*\b(layer|blob|secret|lookup|host not found)\b)"
+    r".*(not ?found|manifest unknown|no match)",
+    re.I,
 )
 _NO_ENTRY = re.compile(r"ErrImagePull: .*(does not exist|denied|unauthorized)", re.I)
 _NO_PYTHON = re.compile(
@@ -125,7 +128,8 @@ def outcome(suite: Suite, run: RoomRun, slowest_s: float) -> SuiteRun:
     if report.too_large:
         problem = f"{report.too_large} (task.grader_options.report_mib says how large it may be)"
     elif run.report.overran:
-        problem = f"it took more memory or disk than its pod has, or ended it ({run.report.tail})"
+        said = run.report.tail
+        problem = f"it took more memory or disk than it may, or more output, or ended it ({said})"
     elif report.exit_status is None and report.seconds <= slowest_s:
         problem = f"ended after {report.seconds:.0f} s by its limit of time or of output"
     elif not (report.outcomes or report.errors or report.exit_status is None):
@@ -166,6 +170,7 @@ class Cluster:
                 config.kubernetes.python,
                 self._asked.repository,
                 self._asked.pytest,
+                self._asked.report_mib,
             ]
         )
         self._local = Local()
@@ -209,7 +214,8 @@ class Cluster:
         """Ends all runs, whose threads get an error, and deletes their Jobs."""
         if not self._stopped:
             self._stopped = True
-            self._wait(self._launcher.stop())
+            if left := self._wait(self._launcher.stop()):
+                self._say(left)
 
     # -------------------------------------------------------------------------------------------
 
@@ -237,7 +243,11 @@ class Cluster:
         """Has the API server look at the first Job, once."""
         with self._lock:
             if not self._checked:
-                for note in preflight.of_job(*self._launcher.check(task)):
+                try:
+                    notes = preflight.of_job(*self._launcher.check(task))
+                except OUTAGE as error:
+                    raise RoomFault(f"the API server does not answer: {error}") from error
+                for note in notes:
                     self._say(note)
                 self._checked = True
 
@@ -285,7 +295,10 @@ class Cluster:
             await asyncio.sleep(bool(turn))
             log = await self._launcher.log(room, by_secret.MOST_LINE + (64 << 10))
             if log is not None and (sent := by_secret.unpack(log)) is not None:
-                return staging.room_report(sent)
+                try:
+                    return staging.room_report(sent)
+                except ValueError as error:
+                    raise RoomFault(f"{room}: its report cannot be read: {error}") from error
             if not end.outcome.caused_by_policy:
                 return None
         if end.outcome in (Outcome.OUT_OF_MEMORY, Outcome.OUTPUT_LIMIT):
