@@ -627,7 +627,7 @@ SIDE, FIRST = "image: proxy", "- name: agent"
             "spec:\n  podFailurePolicy: {rules: [{action: Ignore}]}\n  template:",
             "line 6: .*no second one",
         ),
-        (POD, "activeDeadlineSeconds: 60", "line 8: .*would be graded"),
+        (POD, "activeDeadlineSeconds: 60", "line 8: .*counts as lost"),
         (POD, "hostIPC: true", "line 8: .*outlives the pod"),
         (FIRST, f"{FIRST}\n          livenessProbe: {{}}", "line 12: .*like a harness"),
         (SIDE, f"{SIDE}\n          restartPolicy: Always", "line 16: .*starts again"),
