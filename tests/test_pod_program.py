@@ -249,6 +249,9 @@ def test_a_pod_that_reaches_the_api_server_says_that_nothing_holds_it(depot, tmp
         closed.bind(("127.0.0.1", 0))  # and does not listen
         end = run(depot, tmp_path, harness("print('done')"), api=closed.getsockname()[1])
     assert (end.outcome, end.lack) == (Outcome.COMPLETED, ""), end
+    # A pod that cannot say anything has not said that all is well.
+    end = run(depot, tmp_path, harness("print('done')"), full=True, api=depot.port)
+    assert end.lack is None, end
 
 
 def call(machine: str, architecture: int, number: int, *arguments: int) -> int:

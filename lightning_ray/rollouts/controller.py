@@ -229,6 +229,10 @@ class RolloutController:
                 attempt_id, attempt.spec.rollout_id, attempt.number, key_hash, time.time()
             )
             ended = await self._run(attempt, key)
+        if ended.lack:
+            self._lacks[ended.node] = ended.lack
+        elif ended.node:  # it told of none: a lack may have been for a moment
+            self._lacks.pop(ended.node, None)
         summary = await self._store.end_attempt.remote(
             attempt_id, ended.outcome, ended.detail, time.time()
         )
@@ -254,7 +258,7 @@ class RolloutController:
         try:
             pods = self._pods_of(attempt)
             work = pods.run(attempt, key) if pods else self._run_on_node(attempt, key)
-            result = await work
+            return await work
         except TaskCancelledError:
             return AttemptResult(Outcome.CANCELLED, "cancelled")
         except RayTaskError as error:
@@ -262,11 +266,6 @@ class RolloutController:
             return AttemptResult(Outcome.LAUNCH_FAULT, _line(cause, -1))
         except RayError as error:
             return AttemptResult(Outcome.NODE_LOST, f"{type(error).__name__}: {_line(error, 0)}")
-        if result.lack:
-            self._lacks[result.node] = result.lack
-        else:  # a lack may have been for a moment
-            self._lacks.pop(result.node, None)
-        return result
 
     async def _run_on_node(self, attempt: Attempt, key: str) -> AttemptResult:
         config = self._config

@@ -87,7 +87,8 @@ class AttemptRequest:
 @dataclass(frozen=True)
 class AttemptResult:
     """How an attempt ended, as far as its machine can tell. `result` is what `collect` read; `lack`
-    is what `node` lacks of the sandbox, and why; empty if nothing, or if none was asked for."""
+    is what `node` lacks of the sandbox, and why; empty if nothing, or if none was asked for. `node`
+    is empty where nobody knows what it gave."""
 
     outcome: Outcome
     detail: str

@@ -325,8 +325,8 @@ class Pods:
                     outcome, detail = Outcome.OUTPUT_LIMIT, f"{problem} (harness: {detail})"
             except RayTaskError as error:
                 outcome, detail = Outcome.GRADER_FAULT, f"{_said(error)} (harness: {detail})"
-        where = f"pods of {self._launcher.namespace}"
-        return AttemptResult(outcome, detail, read, node=where, lack=end.lack)
+        where = "" if end.lack is None else f"pods of {self._launcher.namespace}"
+        return AttemptResult(outcome, detail, read, node=where, lack=end.lack or "")
 
     async def _open(self, room: str, key: str, files: dict[str, bytes]) -> None:
         key_hash = hashlib.sha256(key.encode()).hexdigest()

@@ -52,11 +52,11 @@ _WORDS_CHARS = 500  # of an init container's output: the end of it, which says w
 @dataclass(frozen=True)
 class End:
     """How an attempt ended, as far as Kubernetes can tell; `lack` is what its pod says that it
-    should have been kept from, and was not."""
+    should have been kept from, and was not; None: it said nothing."""
 
     outcome: Outcome
     detail: str
-    lack: str = ""
+    lack: str | None = None
 
 
 @dataclass(frozen=True)
