@@ -70,14 +70,20 @@ def test_a_store_that_is_killed_again_and_again_has_every_call_once(tmp_path: Pa
     ray.get(store.close.remote())
 
 
-def test_a_run_says_what_was_cut_off_its_store_and_opens_the_gate(tmp_path: Path):
+@pytest.mark.parametrize("was_open", [False, True])
+def test_a_run_says_what_was_cut_off_its_store_and_holds_calls_until_it_opens_the_gate(
+    tmp_path: Path, was_open: bool
+):
+    """Else what runs on in pods would be answered before the engines have their weights."""
     store = begin(tmp_path / "store", 2)
-    store.set_gate(False)
+    store.set_gate(was_open)
     store.close()
     path = newest_log(tmp_path / "store")
     path.write_bytes(path.read_bytes() + b"unfinished")
     stack, said = open_store(tmp_path)
     assert len(said) == 1 and ".torn" in said[0]
+    assert ray.get(stack.store.wait_gate.remote(0.1)) == UPDATING
+    stack.open()
     assert ray.get(stack.store.wait_gate.remote(0.1)) == ""
     assert not ray.get(stack.store.attempt.remote("r-a0")).live
     stack.stop()

@@ -154,6 +154,8 @@ class Run:
             policy = self._weight_sync.policy(self._version)
             self._stack.remember(policy)
             self._stack.load(policy, self._checksum)
+        else:
+            self._stack.open()
 
     def _do(self, position: Position) -> None:
         started = time.monotonic()

@@ -157,6 +157,8 @@ def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
                     policy = Policy(str(candidate.weights.absolute()), version)
                     stack.remember(policy)
                     stack.load(policy, checksum=None)
+                else:
+                    stack.open()
                 view = View(number, len(order), f"evaluate {candidate.name}")
                 rollouts = stack.collect(specs, _progress(console, view))
             evaluation = Evaluation(

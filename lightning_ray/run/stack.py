@@ -100,13 +100,14 @@ class Stack:
         self._kept = self._still_running()
         orphans = self.store.end_orphans.remote(time.time(), self._kept)
         self._wait.get(orphans, "opening the store")
-        # A killed run may have closed it.
-        self._wait.get(self.store.open_gate.remote(), "opening the gate")
+        # Rollouts that run on in pods call as soon as there is a gateway, and must not be answered
+        # by a model that is on its way to the one of the last checkpoint.
+        self._wait.get(self.store.close_gate.remote(), "closing the gate")
         self._look_at_store()
 
     def start(self, bundles: Bundles, version: PolicyVersion) -> None:
         """Starts the engines (serving the base model as `version`), the gateway and the
-        controller.
+        controller. Model calls wait for `open`, or for `load`.
 
         Raises:
             EngineStartError: vLLM refused the model.
@@ -160,6 +161,10 @@ class Stack:
             self._say(f"{over} rollouts have ended in pods since the run was stopped")
         return kept
 
+    def open(self) -> None:
+        """Lets model calls through to what the engines serve."""
+        self._wait.get(self.store.open_gate.remote(), "opening the gate")
+
     def drain(self, within_s: float | None) -> tuple[list[Drained], ControllerStatus]:
         """Closes the gate and lets model calls in flight end; those that have not after `within_s`
         seconds are interrupted (None: all are waited for). Then frees the engines' GPU memory.
@@ -210,7 +215,7 @@ class Stack:
                     "the disk or memory is faulty"
                 )
         engine_actor.asleep(self.pointer).unlink(missing_ok=True)
-        self._wait.get(self.store.open_gate.remote(), "opening the gate")
+        self.open()
 
     def remember(self, policy: Policy) -> None:
         """Has an engine that is started again serve these weights, whose file is whole."""

@@ -136,6 +136,8 @@ def test_every_rollout_is_a_job_and_the_run_outlives_api_server_and_controller(
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert row["rollouts/finished"] == 8, json.dumps(row)
+        # Nobody who ran on was answered by another model than that of the checkpoint.
+        assert row["async/groups_given_up"] == 0, json.dumps(row)
     output = log.read_text()
     assert f"rollouts are Jobs in the namespace {NAMESPACE}" in output
     assert "run on in pods since the run was stopped" in output
