@@ -1,6 +1,7 @@
 """Does SWE-smith's own validation find the same tests as ours, on the offline set?
 
 python benchmarks/swesmith_agreement.py [PACKAGE ...]
+python benchmarks/swesmith_agreement.py --tasks 1       only the first of each package
 
 For every task the suite is run as SWE-smith runs it (`pytest --verbose`, its log between its
 markers), with the bug and without, and SWE-smith's `get_valid_report` (0.0.9, unmodified, in its
@@ -9,10 +10,10 @@ every difference is printed with its reason. Logs stay in the user's cache, so t
 run goes on.
 """
 
+import argparse
 import collections
 import json
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,8 +40,9 @@ def log(tree: dict[str, bytes], package: sources.Package, path: Path) -> None:
     path.write_text("\n".join([MARKS[0], done.stdout, MARKS[1], ""]))
 
 
-def compare(package: sources.Package, records: list[RepositoryTask]) -> collections.Counter[str]:
-    folder = sources.cache() / "agreement" / package.name
+def compare(
+    package: sources.Package, records: list[RepositoryTask], folder: Path
+) -> collections.Counter[str]:
     folder.mkdir(parents=True, exist_ok=True)
     clean = folder / "clean.log"
     log(sources.tree(package.name), package, clean)
@@ -88,10 +90,15 @@ def reason(test: str, theirs: bool, record: RepositoryTask) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("packages", nargs="*", choices=[*sources.packages(), []])
+    parser.add_argument("--tasks", type=int, help="of each package, at most")
+    parser.add_argument("--work", type=Path, default=sources.cache() / "agreement")
+    options = parser.parse_args()
     total: collections.Counter[str] = collections.Counter()
-    for name in sys.argv[1:] or sorted({record.package for record in offline.records()}):
-        records = [record for record in offline.records() if record.package == name]
-        counts = compare(sources.packages()[name], records)
+    for name in options.packages or sources.packages():
+        records = [r for r in offline.records() if r.package == name][: options.tasks]
+        counts = compare(sources.packages()[name], records, options.work / name)
         print(json.dumps({"package": name, "tasks": len(records)} | counts), flush=True)
         total += counts
     print(json.dumps(total))
