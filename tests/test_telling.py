@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_ray.run.telling import AGAIN_S, Telling
+from lightning_ray.run.telling import AGAIN_S, Telling, nothing_to_learn
+from lightning_ray.samples.rows import Fate
 
 
 def test_each_node_that_lacks_something_is_named_once() -> None:
@@ -39,3 +40,12 @@ def test_an_api_server_that_is_away_is_not_news_each_second() -> None:
     for now in range(25):
         telling.pods(f"no answer since 12:00:0{now % 10} (<Connection at 0x7f{now:02x}>)", now)
     assert len(said) == 1
+
+
+def test_a_batch_that_trains_nothing_says_why() -> None:
+    none = {f"ledger/{fate}": 0.0 for fate in Fate}
+    same = none | {"ledger/zero_advantage": 40.0, "ledger/infra": 8.0}
+    assert nothing_to_learn(3, same).startswith("step 3 trains nothing: the rollouts of each group")
+    assert "no rollout has a reward" in nothing_to_learn(3, none | {"ledger/infra": 8.0})
+    assert "most of its tokens are side" in nothing_to_learn(3, none | {"ledger/side": 8.0})
+    assert nothing_to_learn(3, same | {"ledger/trained": 1.0}) == ""

@@ -22,7 +22,7 @@ from lightning_ray.placement import Bundles, Device, reserve, weight_sync_way
 from lightning_ray.records import FinishedRollout, Outcome, PolicyVersion, RolloutState, Task
 from lightning_ray.report.console import Console, View
 from lightning_ray.rollouts.lifecycle import ControllerStatus
-from lightning_ray.run import cluster, data, ending
+from lightning_ray.run import cluster, data, ending, telling
 from lightning_ray.run.checkpoint import Checkpoints, State
 from lightning_ray.run.collection import Collection, Harvest, check_faults
 from lightning_ray.run.cycle import Phase, Plan, Position
@@ -207,6 +207,8 @@ class Run:
         dataset.write(self._batch, self.run_dir, self._position.step + 1)
         self._consumed = tuple(sorted({r.spec.group_id for r in found.rollouts}))
         self._values |= self._batch.statistics
+        if lack := telling.nothing_to_learn(self._position.step + 1, self._batch.statistics):
+            self._say(lack)
         self._values |= staleness.statistics(self._batch.table, found.calls, self._version.step)
         self._values["async/groups_given_up"] = len(found.stale)
 

@@ -11,10 +11,28 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
+from lightning_ray.samples.rows import Fate
+
 # Seconds until the same reason is told again: often enough to see that the wait goes on.
 AGAIN_S = 30.0
 # Counts, times and addresses of objects in a message: they change while the reason stays.
 _CHANGING = re.compile(r"0x[0-9a-f]+|[0-9]+")
+
+_WITHOUT_TRAINING = {
+    Fate.ZERO_ADVANTAGE: "the rollouts of each group got the same reward (easier or harder tasks, "
+    "a larger rollout.n, or algorithm.refill would help)",
+    Fate.INFRA: "no rollout has a reward (outcomes/ in its metrics says why)",
+}
+
+
+def nothing_to_learn(step: int, statistics: Mapping[str, float]) -> str:
+    """Why the batch of a step trains no token; empty if it trains some."""
+    tokens = {fate: statistics[f"ledger/{fate}"] for fate in Fate}
+    if tokens[Fate.TRAINED]:
+        return ""
+    most = max(Fate, key=tokens.__getitem__)
+    why = _WITHOUT_TRAINING.get(most, f"most of its tokens are {most} (ledger/ in its metrics)")
+    return f"step {step} trains nothing: {why}"
 
 
 class Telling:
