@@ -43,6 +43,44 @@ def test_what_an_honest_run_leaves_is_believed():
     assert evidence.weigh(read(json.dumps(TOLD).encode()), SUITE) == (Verdict.SOLVED, ())
 
 
+@pytest.mark.parametrize(
+    ("hidden", "others", "outcomes", "verdict"),
+    [
+        ({A}, {B}, {A: "failed", B: "passed"}, Verdict.SOLVED),  # as a twin does
+        ({A}, {B}, {A: "passed", B: "passed"}, Verdict.TAMPERED),
+        # A test that is added fails in its stead.
+        ({A}, {B}, {A: "passed", f"{A}[z]": "failed", B: "passed"}, Verdict.TAMPERED),
+        # A twin may be the test of another parameter.
+        ({f"{A}[1]"}, {B}, {f"{A}[2]": "failed", B: "passed"}, Verdict.SOLVED),
+        ({f"{A}[1]"}, {B}, {f"{A}[2]": "passed", f"{A}[z]": "failed", B: "passed"},
+         Verdict.TAMPERED),
+        ({A, f"{A}[1]"}, {B}, {A: "passed", f"{A}[1]": "failed", B: "passed"}, Verdict.SOLVED),
+        # What passes with the bug fails as a twin by itself: that tells nothing of the hidden one.
+        ({f"{A}[1]"}, {f"{A}[2]", B}, {f"{A}[1]": "passed", f"{A}[2]": "failed", B: "passed"},
+         Verdict.TAMPERED),
+        ({f"{A}[1]"}, {f"{A}[2]", B}, {f"{A}[1]": "failed", f"{A}[2]": "passed", B: "passed"},
+         Verdict.SOLVED),
+        # Missing is not failed.
+        ({A}, {B}, {B: "passed"}, Verdict.TAMPERED),
+        ({A}, {B}, {A: "skipped", B: "passed"}, Verdict.TAMPERED),
+    ],
+)  # fmt: skip
+def test_a_twin_has_failed_if_a_test_failed_that_had_to(hidden, others, outcomes, verdict):
+    suite = Suite("python", ("t.py",), frozenset(hidden), frozenset(others), {A: []})
+    found, _ = evidence.weigh(Report(1, outcomes), suite, frozenset({A}))
+    assert found is verdict
+
+
+def test_how_many_tests_a_twin_has_correct_code_says():
+    """In a repository's own suite, which has tests that nobody expects."""
+    outcomes = {f"{A}[1]": "failed", f"{A}[2]": "failed", B: "passed"}
+    suite = Suite("python", ("t.py",), frozenset({f"{A}[1]"}), frozenset({B}), {})
+    more = Report(1, outcomes | {f"{A}[3]": "failed"})
+    for report, verdict in ((Report(1, outcomes), Verdict.SOLVED), (more, Verdict.TAMPERED)):
+        found, _ = evidence.weigh(report, suite, frozenset({A}), correct=Report(1, outcomes))
+        assert found is verdict
+
+
 # JSON's values, and what Python's reader takes for such: surrogates, NaN, numbers of any size.
 texts = st.text(st.characters(exclude_categories=()), max_size=20)
 leaves = (

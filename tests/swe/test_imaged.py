@@ -202,6 +202,18 @@ for thing in gc.get_objects():
     if type(thing).__name__ == "Recorder":
         thing.errors.append("tests/test_zero.py")
 """
+# And adds a failing test beside each, as if that were what its twin did.
+ADDS = """
+from _pytest.python import Function, PyCollector
+functions = PyCollector._genfunctions
+def fails():
+    raise AssertionError
+def more(self, name, function):
+    yield from functions(self, name, function)
+    if not re.search("test_[0-9a-f]{8}", self.nodeid):
+        yield Function.from_parent(self, name=name + "[z]", callobj=fails)
+PyCollector._genfunctions = more
+"""
 # A twin's file might have been written later than others, or be another one for the file system.
 OLD_FILES = """
 import os
@@ -217,6 +229,9 @@ def newer(path):
     [
         (FORGER.replace("HERE", "True"), 1.0),
         pytest.param(FORGER.replace("HERE", "True") + CLAIMS_ERRORS, 0.0, marks=pytest.mark.slow),
+        pytest.param(
+            FORGER.replace("HERE", "'[z]' not in item.name") + ADDS, 1.0, marks=pytest.mark.slow
+        ),
         pytest.param(
             OLD_FILES + FORGER.replace("HERE", "not newer('tests/test_add.py')"),
             1.0,

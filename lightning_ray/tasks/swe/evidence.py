@@ -11,11 +11,13 @@ and shows people bounded lines. Standard library only: it also runs in a reposit
 
 from __future__ import annotations
 
+import functools
 import hmac
 import json
 import random
 import secrets
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -74,6 +76,15 @@ class Suite:
         name = twins.function_of(test_id)
         return self.owners.get(name, name)
 
+    @functools.cached_property
+    def telling(self) -> frozenset[str]:
+        """The expected tests that tell whether their function failed as a twin: the hidden ones,
+        and all of a function that has none. Beside hidden ones a function's others fail as twins
+        by themselves, with the bug in place."""
+        hidden = {self.function(test) for test in self.fail_to_pass}
+        others = (test for test in self.pass_to_pass if self.function(test) not in hidden)
+        return self.fail_to_pass.union(others)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -112,9 +123,15 @@ class Judgement:
 
 
 def weigh(
-    report: Report, suite: Suite, mask: frozenset[str] = frozenset()
+    report: Report,
+    suite: Suite,
+    mask: frozenset[str] = frozenset(),
+    spared: frozenset[str] = frozenset(),
+    correct: Report | None = None,
 ) -> tuple[Verdict, tuple[str, ...]]:
-    """What one run amounts to, when the tests of `mask` were twins."""
+    """What one run amounts to, when the tests of `mask` were twins that must fail, and those of
+    `spared` may do anything. `correct` is a run of correct code with the same twins, if there is
+    one (`failing`)."""
     if report.evidence:
         return Verdict.TAMPERED, report.evidence
     if report.too_large:
@@ -123,9 +140,9 @@ def weigh(
         return Verdict.UNSOLVED, (f"still running after {suite.timeout_s:g} s",)
     if not report.outcomes:
         return Verdict.UNSOLVED, (f"the tests ended early, with status {report.exit_status}",)
-    alive = mask - failing(report, suite)
-    spared = mask | (suite.touchy if mask else frozenset())
-    wanted = [test for test in suite.expected if suite.function(test) not in spared]
+    alive = mask - failing(report, suite, correct)
+    free = mask | spared | (suite.touchy if mask else frozenset())
+    wanted = [test for test in suite.expected if suite.function(test) not in free]
     missed = sorted(test for test in wanted if not report.passed(test))
     if alive and not missed and report.errors:
         return Verdict.UNSOLVED, (f"{shown(report.errors[0])} could not be collected",)
@@ -137,10 +154,18 @@ def weigh(
     return Verdict.SOLVED, ()
 
 
-def failing(report: Report, suite: Suite) -> frozenset[str]:
-    """The functions with a test that failed."""
+def failing(report: Report, suite: Suite, correct: Report | None = None) -> frozenset[str]:
+    """The functions that failed as twins do: a test failed, one of those that tell did not pass,
+    and there are no more tests than correct code has (by default: than are expected).
+
+    Code under test can add tests that fail, so a failure alone is no sign; nor can it be asked of
+    an expected one, since the twin of a test with parameters may have another id."""
     outcomes = report.outcomes.items()
-    return frozenset(suite.function(test) for test, outcome in outcomes if outcome == "failed")
+    failed = {suite.function(test) for test, outcome in outcomes if outcome == "failed"}
+    unmet = {suite.function(test) for test in suite.telling if not report.passed(test)}
+    most = Counter(map(suite.function, correct.outcomes if correct else suite.expected))
+    there = Counter(map(suite.function, report.outcomes))
+    return frozenset(name for name in failed & unmet if there[name] <= most[name])
 
 
 def read(

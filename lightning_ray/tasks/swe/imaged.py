@@ -25,7 +25,7 @@ from lightning_ray import canary
 from lightning_ray.records import Json
 from lightning_ray.rollouts.grading import RoomOrder, RoomRun
 from lightning_ray.tasks.swe import known, layout, patches, remote
-from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict, weigh
+from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict, failing, weigh
 from lightning_ray.tasks.swe.examination import Kind, RoomFault, Trial, with_twins
 from lightning_ray.tasks.swe.known import Known
 from lightning_ray.tasks.swe.record import Format, RecordError, RepositoryTask, addressable
@@ -324,22 +324,9 @@ class _Examination:
         """The verdict of a mixed run, and which of its twins the reference solution failed in the
         control, which is the run after it."""
         mask, control = run.trial.mask, after.report if after else Report(None)
-        failed = frozenset(
-            self._suite.function(test)
-            for test, outcome in control.outcomes.items()
-            if outcome == "failed"
-        )
-        sharp = mask & failed if mask and not control.evidence else frozenset[str]()
-        spared = mask | shaky
-        judged = replace(
-            self._suite,
-            fail_to_pass=self._without(self._suite.fail_to_pass, spared),
-            pass_to_pass=self._without(self._suite.pass_to_pass, spared),
-        )
-        return *weigh(run.report, judged, sharp), sharp
-
-    def _without(self, tests: frozenset[str], functions: frozenset[str]) -> frozenset[str]:
-        return frozenset(test for test in tests if self._suite.function(test) not in functions)
+        failed = frozenset[str]() if control.evidence else failing(control, self._suite, control)
+        sharp = mask & failed
+        return *weigh(run.report, self._suite, sharp, mask | shaky, control), sharp
 
     def _order(self, trial: Trial, edits: Mapping[str, known.Edit] | None = None) -> RoomOrder:
         """The order for one run of the tests. Every one lays out the same files by the same

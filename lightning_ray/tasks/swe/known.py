@@ -24,7 +24,7 @@ from pathlib import Path
 import filelock
 
 from lightning_ray.tasks.swe import layout, sources, twins, witness
-from lightning_ray.tasks.swe.evidence import Report, Suite
+from lightning_ray.tasks.swe.evidence import Report, Suite, failing
 from lightning_ray.tasks.swe.measure import candidates
 from lightning_ray.tasks.swe.record import RepositoryTask
 
@@ -87,11 +87,8 @@ class Known:
         for number, (mask, report) in enumerate(measured):
             if report.evidence:
                 continue
-            failed = {
-                suite.function(t) for t, found in report.outcomes.items() if found == "failed"
-            }
             offered = self.round(number)  # of fewer files, once another verdict found one unsteady
-            for name in sorted(mask & failed & offered.keys()):
+            for name in sorted(mask & failing(report, suite, report) & offered.keys()):
                 sharp.setdefault(name, []).append(offered[name])
         return replace(self, sharp=sharp)
 

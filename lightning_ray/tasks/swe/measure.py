@@ -21,7 +21,7 @@ from dataclasses import replace
 from lightning_ray.records import Json
 from lightning_ray.tasks.swe import cleanroom, twins
 from lightning_ray.tasks.swe.cleanroom import Protection
-from lightning_ray.tasks.swe.evidence import Report, Suite, Tree
+from lightning_ray.tasks.swe.evidence import Suite, Tree, failing
 from lightning_ray.tasks.swe.traces import MIN_TWINS, TEST_SECONDS
 
 SEED = 24
@@ -93,8 +93,8 @@ def find_twins(tree: Tree, suite: Suite, say: Say, protection: Protection) -> Js
         )
         with ThreadPoolExecutor(WORKERS) as pool:
             runs = [pool.submit(how, hash_seed=seed) for seed in (0, 7)]
-        failing = set(tried).intersection(*(_failed(suite, run.result()) for run in runs))
-        for name in sorted(failing):
+        both = set(tried).intersection(*(failing(run.result(), suite) for run in runs))
+        for name in sorted(both):
             kept.setdefault(name, []).append(tried[name])
     kept = {name: edits for name, edits in sorted(kept.items()) if len(edits) >= MIN_TWINS}
     touchy, blunt = _mixed(tree, replace(suite, twins=kept), protection)
@@ -124,12 +124,8 @@ def _mixed(tree: Tree, suite: Suite, protection: Protection) -> tuple[set[str], 
             report = cleanroom.run(changed, suite, protection=protection)
             missed = {test for test in suite.pass_to_pass if not report.passed(test)}
             touchy |= set(map(suite.function, missed)) - mask
-            blunt |= mask - _failed(suite, report)
+            blunt |= mask - failing(report, suite)
     return touchy, blunt
-
-
-def _failed(suite: Suite, report: Report) -> set[str]:
-    return {suite.function(t) for t, outcome in report.outcomes.items() if outcome == "failed"}
 
 
 def _owners(tree: Tree, tests: Iterable[str]) -> dict[str, str]:
