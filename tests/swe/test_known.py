@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from images import ROWS, TESTS
-from verdicts import Case
+from verdicts import Case, pod
 
-from lightning_ray.tasks.swe import imaged, known, sources
+from lightning_ray.rollouts.grading import RoomOrder, RoomReport
+from lightning_ray.tasks.swe import imaged, known, patches, sources
 from lightning_ray.tasks.swe.evidence import Verdict
-from lightning_ray.tasks.swe.examination import Kind
+from lightning_ray.tasks.swe.examination import Kind, RoomFault
 from lightning_ray.tasks.swe.known import Known
 from lightning_ray.tasks.swe.record import RepositoryTask
 
@@ -131,3 +132,51 @@ def test_rollouts_of_a_group_that_measure_at_the_same_time_agree_and_the_next_on
     assert third.judged().verdict is Verdict.SOLVED
     kinds = {Kind(run.order.note["kind"]) for run in third.runs}
     assert kinds == {Kind.AS_IT_IS, Kind.MIXED, Kind.CONTROL}
+
+
+def test_measurements_that_are_lost_are_made_again():
+    def busy(order: RoomOrder) -> RoomReport:
+        if order.note["kind"] == Kind.MEASURE:
+            return RoomReport(None, "", "killed", overran=True)
+        return pod(RECORD)(order)
+
+    with pytest.raises(RoomFault, match="of the 6 runs that measure twins 6 came to no end"):
+        Case(RECORD, busy).judged()
+    assert memory().load().sharp is None
+    assert Case(RECORD).judged().verdict is Verdict.SOLVED
+    assert memory().load().sharp[ADD]
+
+
+OLD = """
+def test_add():
+    assert core.add(2, 1) == 3
+    assert core.add(2, 2) == 4
+"""
+DIFF = f"""diff --git a/{FILE} b/{FILE}
+--- a/{FILE}
++++ b/{FILE}
+@@ -2,3 +2,4 @@
+ def test_add():
+-    assert core.add(2, 1) == 3
+     assert core.add(2, 2) == 4
++    assert core.add(5, 6) == 11
++    assert core.add(2, 1) == 3
+diff --git a/logo.png b/logo.png
+GIT binary patch
+literal 0
+"""
+
+
+def test_only_lines_that_no_agent_has_seen_become_twins():
+    lines = patches.new_lines(DIFF)
+    assert lines == {FILE: [4]}
+    text = OLD.replace("    assert core.add(2, 1) == 3\n", "").rstrip("\n")
+    text += "\n    assert core.add(5, 6) == 11\n    assert core.add(2, 1) == 3\n"
+    found = learnt(ADD, texts={FILE: text}, lines=lines)
+    rounds = [found.round(number) for number in range(known.ROUNDS)]
+    assert rounds[0] and {edit[0] for edits in rounds for edit in edits.values()} == {4}
+    assert {e[0] for n in range(9) for e in learnt(ADD, texts={FILE: text}).round(n).values()} == {
+        3, 4, 5,
+    }  # fmt: skip
+    assert memory().save(found) == memory().load() == found
+    assert patches.new_lines("") == {}

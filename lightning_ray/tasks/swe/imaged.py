@@ -9,7 +9,8 @@ Invariants: the agent's repository has one commit and nothing older, and no FAIL
 SWE-smith's rows the files with such tests are taken away (as SWE-smith does), SWE-bench's come with
 `test_patch` when the tests run; every run is laid out by the same steps, whatever it is for; a
 verdict of SOLVED needs an image in which the bug alone is unsolved and the reference solution
-solved, and a twin of a hidden test that the change failed.
+solved, and a twin of a hidden test that the change failed; nothing of a twin can be seen in what
+the agent had of SWE-bench's older tests, since only lines that `test_patch` adds are changed.
 """
 
 from __future__ import annotations
@@ -236,7 +237,9 @@ class _Examination:
         bad, reference = of[Kind.KNOWN_BAD], of[Kind.REFERENCE]
         prefix = f"{self._suite.repository}/"
         texts = {path.removeprefix(prefix): text for path, text in reference.files.items()}
-        found = known.learnt(reference.report, self._suite, texts)
+        bench = self._record.format is Format.SWE_BENCH
+        lines = patches.new_lines(self._record.test_patch) if bench else None
+        found = known.learnt(reference.report, self._suite, texts, lines)
         pruned = replace(self._suite, pass_to_pass=self._suite.pass_to_pass & found.passing)
         for run, wanted in ((bad, Verdict.UNSOLVED), (reference, Verdict.SOLVED)):
             is_now, why = weigh(found.settled(run.report), pruned)
@@ -261,10 +264,7 @@ class _Examination:
             measured = [run for run in done if run.trial.kind is Kind.MEASURE]
             if not measured and (orders := self._measuring()):
                 return orders
-            found = self._known.with_sharp(
-                [(run.trial.mask, run.report) for run in measured], self._suite
-            )
-            self._known = self._memory.save(found)
+            self._known = self._measured(self._known, measured)
         sharp = self._known.sharp or {}
         if not self._hidden & sharp.keys():
             if not self._require_twins:
@@ -289,6 +289,18 @@ class _Examination:
         if verdict is Verdict.SOLVED and self._require_twins and not self._hidden & twins:
             raise RoomFault("it looks solved, and no twin of a hidden test failed in a control")
         return verdict, evidence, twins
+
+    def _measured(self, so_far: Known, runs: Sequence[_Run]) -> Known:
+        """What runs with changed tests tell. Nothing is kept if that is nothing of a hidden test,
+        as some were lost: the next verdict measures again."""
+        found = so_far.with_sharp([(run.trial.mask, run.report) for run in runs], self._suite)
+        lost = [run for run in runs if run.report.evidence or not run.report.outcomes]
+        if lost and not self._hidden & (found.sharp or {}).keys():
+            raise RoomFault(
+                f"it looks solved, and of the {len(runs)} runs that measure twins {len(lost)} came "
+                "to no end: a busy node, or too short a timeout_s in the row"
+            )
+        return self._memory.save(found)
 
     def _measuring(self) -> list[RoomOrder]:
         assert self._known is not None

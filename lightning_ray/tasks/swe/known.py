@@ -37,12 +37,14 @@ _XFAILED = "xfailed"
 class Known:
     """`passing` and `xfailed` tests of the reference solution (the latter are among the former),
     `texts` of the files with hidden tests, and `sharp` changes to their functions; None: not
-    measured yet."""
+    measured yet. Only those `lines` of each file are changed that an agent has not seen in an older
+    one: of others code under test could say that they were changed. None: all."""
 
     passing: frozenset[str]
     xfailed: frozenset[str]
     texts: Mapping[str, str]
     sharp: Mapping[str, Sequence[Edit]] | None = None
+    lines: Mapping[str, Sequence[int]] | None = None
 
     def settled(self, report: Report) -> Report:
         """A report in which a test that fails as expected has passed, as SWE-bench counts it, if
@@ -67,6 +69,7 @@ class Known:
             {n: sorted({e for sharp in found for e in sharp.get(n, ())}) for n in names}
             if found
             else None,
+            self.lines,
         )
 
     @functools.cached_property
@@ -75,7 +78,13 @@ class Known:
         names = {
             f"{path}::{name}" for path, text in self.texts.items() for name in _functions(text)
         }
-        return {name: found for name in sorted(names) if (found := candidates(tree, name))}
+        offered = {}
+        for name in sorted(names):
+            new = None if self.lines is None else {*self.lines.get(_file(name), ())}
+            edits = [e for e in candidates(tree, name) if new is None or e[0] in new]
+            if edits:
+                offered[name] = edits
+        return offered
 
     def round(self, number: int) -> dict[str, Edit]:
         """The change of that number to each function that has so many."""
@@ -98,7 +107,12 @@ def nothing(suite: Suite) -> Known:
     return Known(suite.pass_to_pass, suite.pass_to_pass, {})
 
 
-def learnt(reference: Report, suite: Suite, files: Mapping[str, str]) -> Known:
+def learnt(
+    reference: Report,
+    suite: Suite,
+    files: Mapping[str, str],
+    lines: Mapping[str, Sequence[int]] | None = None,
+) -> Known:
     """What a run of the reference solution tells; `files` came back from it."""
     xfailed = frozenset(
         test for test in suite.pass_to_pass if reference.outcomes.get(test) == _XFAILED
@@ -107,7 +121,7 @@ def learnt(reference: Report, suite: Suite, files: Mapping[str, str]) -> Known:
     hidden = set(map(_file, suite.fail_to_pass))
     # What is not UTF-8 came back with other characters, which would be changes too.
     texts = {path: files[path] for path in sorted(hidden & files.keys()) if "�" not in files[path]}
-    return Known(passing, xfailed, texts)
+    return Known(passing, xfailed, texts, lines=lines)
 
 
 def _file(name: str) -> str:
@@ -143,6 +157,7 @@ class Memory:
                 frozenset(tree["xfailed"]),
                 tree["texts"],
                 None if sharp is None else {n: [tuple(e) for e in es] for n, es in sharp.items()},
+                tree["lines"],
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None

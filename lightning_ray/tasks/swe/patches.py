@@ -8,6 +8,7 @@ unequal headers; a diff that cannot be read is a PatchError with its line.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,6 +74,31 @@ def reverse(diff: str) -> str:
 def paths(diff: str) -> frozenset[str]:
     """Every path that a diff reads or writes."""
     return frozenset(p for part in files(diff) for p in (part.before, part.after) if p)
+
+
+def new_lines(diff: str) -> dict[str, list[int]]:
+    """The numbers of the lines of each file, as it is afterwards, that a diff adds, without those
+    that it takes away elsewhere. Binary parts have none.
+
+    >>> new_lines("--- a/x\\n+++ b/x\\n@@ -1,3 +1,4 @@\\n-a\\n+b\\n c\\n-d\\n+ a\\n+e\\n")
+    {'x': [1, 4]}
+    """
+    every: list[FilePatch] = []
+    for first, section in _sections(diff) if diff.strip() else ():
+        with contextlib.suppress(PatchError):
+            every.append(_file(first, section))
+    gone = {line[1:].strip() for part in every for line in part.hunks if line[:1] == "-"}
+    found: dict[str, list[int]] = {}
+    for part in every:
+        number, numbers = 0, found.setdefault(part.path, [])
+        for line in part.hunks:
+            if hunk := _HUNK.match(line):
+                number = int(hunk[2].partition(",")[0])
+            elif line[:1] in ("+", " ", "\n"):
+                if line[:1] == "+" and line[1:].strip() not in gone:
+                    numbers.append(number)
+                number += 1
+    return found
 
 
 def touched(diff: str) -> frozenset[str]:
