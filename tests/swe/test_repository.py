@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,6 +26,7 @@ from lightning_ray.tasks.swe import (
     cleanroom,
     evidence,
     examination,
+    kinship,
     making,
     measure,
     offline,
@@ -57,19 +63,88 @@ def repair(record: RepositoryTask) -> dict[str, str | None]:
 # -- the tasks -------------------------------------------------------------------------------------
 
 
-def test_there_are_tasks_enough_and_no_function_is_in_both_splits():
+def test_there_are_tasks_enough_of_which_no_two_are_the_same():
     assert len(EVERY) >= 150
     assert len({record.package for record in EVERY}) >= 4
     assert len({record.patch for record in EVERY}) == len(EVERY)
     assert len({record.instance_id for record in EVERY}) == len(EVERY)
-    functions = {
-        split: {(r.package, r.function) for r in EVERY if r.split is split} for split in Split
-    }
-    assert functions[Split.TRAIN] and functions[Split.VALIDATION]
-    assert not functions[Split.TRAIN] & functions[Split.VALIDATION]
     assert {t.task_id for t in offline.train() + offline.validation()} == {
         r.instance_id for r in EVERY
     }
+
+
+def lines_of(record: RepositoryTask) -> set[tuple[str, int]]:
+    """The lines of the clean source of the functions that a bug is in, or of its whole class."""
+    path, _, entity = record.function.partition("::")
+    clean, found = sources.tree(record.package)[path].decode(), set()
+    gone = difflib.unified_diff(
+        clean.split("\n"), offline.graded_tree(record)[path].decode().split("\n"), n=0, lineterm=""
+    )
+    starts = [re.match(r"@@ -(\d+)", line) for line in gone]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    nodes = [node for node in ast.walk(ast.parse(clean)) if isinstance(node, kinds)]
+    for number in [int(start[1]) for start in starts if start]:
+        around = [n for n in nodes if n.lineno <= number <= n.end_lineno]
+        classes = [n for n in around if isinstance(n, ast.ClassDef)]
+        functions = [n for n in around if not isinstance(n, ast.ClassDef)]
+        # The walk goes from the outside to the inside.
+        [node, *_] = [n for n in classes if n.name == entity] or functions
+        found |= {(path, line) for line in range(node.lineno, node.end_lineno + 1)}
+    return found
+
+
+def test_no_line_of_a_function_and_no_change_is_in_both_splits():
+    for package in {record.package for record in EVERY}:
+        of = {s: [r for r in EVERY if r.package == package and r.split is s] for s in Split}
+        train, validation = of[Split.TRAIN], of[Split.VALIDATION]
+        assert 0.15 <= len(validation) / len(train + validation) <= making.VALIDATION_SHARE
+        lines = {r.instance_id: lines_of(r) for r in train + validation}
+        for one, other in itertools.product(train, validation):
+            assert not lines[one.instance_id] & lines[other.instance_id]
+            assert kinship.changed(one.patch) != kinship.changed(other.patch)
+
+
+def test_kin_are_found_through_third_ones_and_by_lines_not_names():
+    source = """
+    class A:
+        def f(self):
+            def inner():
+                return 1
+            return inner
+
+        def g(self):
+            return 2
+
+    class B:
+        def f(self):
+            return 3
+
+    def copied():
+        return 4
+
+    def copy():
+        return 4
+    """
+    clean = {"m.py": textwrap.dedent(source).lstrip().encode()}
+
+    def bug(number: int, after: str, entity: str) -> dict[str, str]:
+        lines = clean["m.py"].decode().split("\n")
+        patch = (
+            f"--- a/m.py\n+++ b/m.py\n@@ -{number} +{number} @@\n-{lines[number - 1]}\n+{after}\n"
+        )
+        return {"package": "p", "patch": patch, "function": f"m.py::{entity}"}
+
+    outer, inner = bug(5, "        pass", "f"), bug(4, "            pass", "inner")
+    method, other = bug(8, "        pass", "g"), bug(12, "        pass", "f")
+    whole = bug(8, "        return 0", "A")
+    first, second = bug(15, "    pass", "copied"), bug(18, "    pass", "copy")
+    rows = [outer, inner, method, other, first, second]
+    assert kinship.families(rows, {"p": clean}) == [
+        [outer, inner], [method], [other], [first, second]
+    ]  # fmt: skip
+    assert kinship.families([*rows, whole], {"p": clean}) == [
+        [outer, inner, method, whole], [other], [first, second]
+    ]  # fmt: skip
 
 
 def test_every_task_has_what_the_making_promises():

@@ -34,6 +34,7 @@ from lightning_ray.records import Json, Split
 from lightning_ray.tasks.swe import (
     cleanroom,
     journal,
+    kinship,
     measure,
     patches,
     protection,
@@ -262,30 +263,27 @@ def repository(package: Package) -> str:
 
 
 def with_splits(rows: list[Json]) -> list[Json]:
-    """The rows with their `split`. All bugs of a function are in the same one; of each package, at
-    most a fifth of the tasks are for validation."""
+    """The rows with their `split`. Kin (`kinship.py`) are in the same one; of each package, at most
+    a fifth of the tasks are for validation."""
     total = collections.Counter(row["package"] for row in rows)
-    bugs = collections.Counter((row["package"], row["function"]) for row in rows)
-    held_out: set[tuple[str, str]] = set()
+    trees = {name: sources.tree(name) for name in total}
     taken: collections.Counter[str] = collections.Counter()
-    for package, function in sorted(bugs, key=lambda key: _digest(*key)):
-        count = bugs[package, function]
-        if taken[package] + count <= VALIDATION_SHARE * total[package]:
-            held_out.add((package, function))
-            taken[package] += count
+    held_out: set[str] = set()
+    for family in sorted(kinship.families(rows, trees), key=_digest):
+        package = family[0]["package"]
+        if taken[package] + len(family) <= VALIDATION_SHARE * total[package]:
+            held_out |= {row["patch"] for row in family}
+            taken[package] += len(family)
     return [
-        row
-        | {
-            "split": Split.VALIDATION
-            if (row["package"], row["function"]) in held_out
-            else Split.TRAIN
-        }
+        row | {"split": Split.VALIDATION if row["patch"] in held_out else Split.TRAIN}
         for row in rows
     ]
 
 
-def _digest(package: str, function: str) -> bytes:
-    return hashlib.sha256(f"{SEED} {package} {function}".encode()).digest()
+def _digest(family: list[Json]) -> bytes:
+    """What families are drawn by: the first of their functions' hashes."""
+    texts = (f"{SEED} {row['package']} {row['function']}" for row in family)
+    return min(hashlib.sha256(text.encode()).digest() for text in texts)
 
 
 def write(suites: Json, rows: list[Json], data: Path) -> None:
