@@ -243,6 +243,73 @@ def test_a_record_that_names_its_function_is_believed_and_a_bare_diff_counts_for
     assert filters.functions(named) == {"acme/stats:pkg/stats.py::mean"}
 
 
+CLASS = """
+class Table:
+    def sort(self, rows):
+        rows = list(rows)
+        first = rows[0]
+        second = rows[1]
+        third = rows[2]
+        fourth = rows[3]
+        return fourth
+
+    def total(self, rows):
+        found = sum(rows)
+        return found
+
+
+def outside(rows):
+    return rows
+"""
+
+
+def git_diff(folder: Path, before: str, after: str) -> str:
+    """The patch that turns one text of a class into the other, as git writes it."""
+    (folder / "a" / "pkg").mkdir(parents=True)
+    (folder / "b" / "pkg").mkdir(parents=True)
+    (folder / "a" / "pkg" / "table.py").write_text(CLASS)
+    (folder / "b" / "pkg" / "table.py").write_text(CLASS.replace(before, after))
+    argv = ["git", "diff", "--no-index", "--no-prefix", "a", "b"]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 1  # they differ
+    return done.stdout
+
+
+def test_two_bugs_in_a_method_overlap_wherever_in_it_they_are(tmp_path: Path) -> None:
+    patch = {
+        name: git_diff(tmp_path / name, before, after)
+        for name, before, after in (
+            ("near", "list(rows)", "tuple(rows)"),
+            ("deep", "return fourth", "return second"),
+            ("total", "sum(rows)", "max(rows)"),
+            ("outside", "return rows", "return []"),
+        )
+    }
+    where = {name: filters.functions(record(patch=text)) for name, text in patch.items()}
+    start = "acme/stats:pkg/table.py::"
+    assert where["near"] == {start + "Table", start + "sort"}
+    assert where["deep"] == {start + "Table"}  # all that its heading tells
+    assert where["total"] == {start + "Table", start + "total"}
+    assert where["outside"] == {start + "outside"}
+    for held in ("near", "deep"):  # none of its class is trained on then
+        some = [row(name, patch=text, split="train") for name, text in patch.items()]
+        some += [row("held", patch=patch[held], split="validation")]
+        folder = tmp_path / f"{held}-out"
+        pipeline.clean([write(tmp_path / "r.jsonl", some)], [], folder, Options(), None)
+        trained = [task["task_id"] for task in read_lines(folder / pipeline.CLEANED)]
+        assert trained == ["outside"]
+
+
+def test_bugs_of_a_method_are_of_one_split_by_themselves(tmp_path: Path) -> None:
+    near = record("near", patch=git_diff(tmp_path / "n", "list(rows)", "tuple(rows)"))
+    deep = record("deep", patch=git_diff(tmp_path / "d", "return fourth", "return second"))
+    found = set()
+    for seed in range(50):
+        options = Options(validation_share=0.5, seed=seed)
+        found.add((pipeline.split_of(near, options), pipeline.split_of(deep, options)))
+    assert found == {(split, split) for split in (Split.TRAIN, Split.VALIDATION)}
+
+
 bugs = st.builds(
     lambda number, function, line, empty, tests: row(
         f"i{number}",
@@ -472,6 +539,21 @@ def test_nothing_is_trained_on_of_a_held_out_repository(tmp_path: Path) -> None:
     )
     held_out = write(tmp_path / "bench.jsonl", [benchmark])
     options = Options(validation_share=0)
+    outcome = pipeline.clean([source], [held_out], tmp_path / "out", options, None)
+    assert [task["task_id"] for task in read_lines(tmp_path / "out" / pipeline.CLEANED)] == ["b"]
+    assert outcome.splits[Split.TRAIN].dropped == {"overlap": 1}
+
+
+@pytest.mark.parametrize(
+    "patch", ["GIT binary patch", "diff --git a/x.py b/y.py\nrename from x.py\nrename to y.py\n"]
+)
+def test_a_held_out_patch_that_shows_no_function_holds_its_repository_out(
+    tmp_path: Path, patch: str
+) -> None:
+    source = write(tmp_path / "r.jsonl", [row("a"), row("b", repo="swesmith/acme__plots.89abcdef")])
+    benchmark = row("v", repo="acme/stats", base_commit="c", test_patch="", patch=patch)
+    held_out = write(tmp_path / "bench.jsonl", [benchmark])
+    options = Options(validation_share=0, separate_held_out="function")
     outcome = pipeline.clean([source], [held_out], tmp_path / "out", options, None)
     assert [task["task_id"] for task in read_lines(tmp_path / "out" / pipeline.CLEANED)] == ["b"]
     assert outcome.splits[Split.TRAIN].dropped == {"overlap": 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import difflib
+import functools
 import itertools
 import json
 import os
@@ -73,21 +73,26 @@ def test_there_are_tasks_enough_of_which_no_two_are_the_same():
     }
 
 
-def lines_of(record: RepositoryTask) -> set[tuple[str, int]]:
-    """The lines of the clean source of the functions that a bug is in, or of its whole class."""
-    path, _, entity = record.function.partition("::")
-    clean, found = sources.tree(record.package)[path].decode(), set()
-    gone = difflib.unified_diff(
-        clean.split("\n"), offline.graded_tree(record)[path].decode().split("\n"), n=0, lineterm=""
-    )
-    starts = [re.match(r"@@ -(\d+)", line) for line in gone]
+@functools.cache
+def parsed(package: str, path: str) -> list[ast.stmt]:
+    """The classes and functions of a module as it is without a bug, outer ones first."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    nodes = [node for node in ast.walk(ast.parse(clean)) if isinstance(node, kinds)]
-    for number in [int(start[1]) for start in starts if start]:
-        around = [n for n in nodes if n.lineno <= number <= n.end_lineno]
+    tree = ast.parse(sources.tree(package)[path])
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def lines_of(record: RepositoryTask) -> set[tuple[str, int]]:
+    """The lines of the functions that a bug changes, or of the class if it is named for that."""
+    path, _, entity = record.function.partition("::")
+    clean, found = sources.tree(record.package)[path].decode().split("\n"), set()
+    for hunk in re.finditer(r"^@@ -(\d+),.*\n((?:[-+ ].*\n|\n)+)", record.patch, re.MULTILINE):
+        context = re.match(r"(?: .*\n|\n)*", hunk[2])[0]
+        number = int(hunk[1]) + context.count("\n")
+        if hunk[2][len(context)] == "+" or not clean[number - 1].strip():
+            number -= 1
+        around = [n for n in parsed(record.package, path) if n.lineno <= number <= n.end_lineno]
         classes = [n for n in around if isinstance(n, ast.ClassDef)]
         functions = [n for n in around if not isinstance(n, ast.ClassDef)]
-        # The walk goes from the outside to the inside.
         [node, *_] = [n for n in classes if n.name == entity] or functions
         found |= {(path, line) for line in range(node.lineno, node.end_lineno + 1)}
     return found

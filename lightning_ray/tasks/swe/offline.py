@@ -5,7 +5,8 @@ task's repository is rebuilt from the package's source distribution and the bug'
 `agent_tree` is what the agent gets (without the tests that the bug makes fail), `graded_tree` what
 is graded (with all tests). Statements are templates, no language model wrote them.
 
-Invariants: no function has bugs in both splits; the tests that a bug makes fail are not in the
+Invariants: no function, no class that has a bug as a whole, and no change of the same lines is in
+both splits (`kinship.py`); the tests that a bug makes fail are not in the
 agent's tree, and each of them has twins in the suite that judges it; of at least one they fail on
 the buggy tree as the test itself does (`traces.py`).
 """

@@ -24,7 +24,7 @@ from lightning_ray.tasks.swe.record import Format, RepositoryTask, addressable
 from lightning_ray.tasks.swe.workspace import is_protected
 
 _HEADING = re.compile(r"@@ [^@]* @@(.*)", re.DOTALL)
-_DEFINITION = re.compile(r"\s*(?:async\s+)?(?:def|class)\s+(\w+)")
+_DEFINITION = re.compile(r"(\s*)(?:async\s+)?(?:def|class)\s+(\w+)")
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,38 @@ class Change:
         return frozenset(path for part in self.fix for path in (part.before, part.after) if path)
 
     @cached_property
+    def _where(self) -> list[tuple[str, str, str, str]]:
+        """Each removed or added line: its file, the last definition above it, the last one at the
+        margin, as far as the diff shows them, and the line with its sign and single spaces."""
+        found = []
+        for part in self.fix:
+            name = outer = ""
+            for line in part.hunks:
+                if heading := _HEADING.match(line):
+                    line, name, outer = " " + heading[1].removeprefix(" "), "", ""
+                if definition := _DEFINITION.match(line[1:]):
+                    name = definition[2]
+                    outer = outer if definition[1] else name
+                if line[:1] in "+-" and line[1:].strip():
+                    text = line[0] + " ".join(line[1:].split())
+                    found.append((part.path, name, outer, text))
+        return found
+
+    @cached_property
     def lines(self) -> frozenset[tuple[str, str, str]]:
         """Removed and added lines: the file, the function or class, and the line with its sign and
         single spaces. The function is the record's own, or else the last definition above, as far
         as the diff shows it."""
-        found = set()
-        for part in self.fix:
-            name = ""
-            for line in part.hunks:
-                if heading := _HEADING.match(line):
-                    line, name = " " + heading[1], ""
-                if definition := _DEFINITION.match(line[1:]):
-                    name = definition[1]
-                if line[:1] in "+-" and line[1:].strip():
-                    function = self.record.function or f"{part.path}::{name}"
-                    found.add((part.path, function, line[0] + " ".join(line[1:].split())))
-        return frozenset(found)
+        own = self.record.function
+        return frozenset((path, own or f"{path}::{name}", t) for path, name, _, t in self._where)
+
+    @cached_property
+    def functions(self) -> frozenset[str]:
+        """As in `lines`, and the definitions at the margin that they are in. Of two changes in a
+        method one may show its `def`, and one, deeper in, no more than git's heading: the class."""
+        if self.record.function:
+            return frozenset({self.record.function} if self._where else ())
+        return frozenset(f"{path}::{name}" for path, *names, _ in self._where for name in names)
 
     def side(self, sign: str) -> set[str]:
         """The lines that the fix adds (+) or removes (-), with single spaces."""
@@ -216,14 +232,15 @@ def repository(name: str) -> str:
 
 def functions(record: RepositoryTask) -> frozenset[str]:
     """The functions and classes that a record's patch changes, as `repository:path::name`: the one
-    that it names itself, or those that the diff shows. Changes whose function a diff does not show
-    (it has no headings) count as one function of their file, so that nothing leaks.
+    that it names itself, or those that the diff shows, of a method its class too. Changes whose
+    function a diff does not show (it has no headings) count as one function of their file, so that
+    nothing leaks.
 
     Raises:
         PatchError: the patch cannot be read.
     """
     where = repository(record.repo)
-    return frozenset(f"{where}:{function}" for _, function, _ in Change(record).lines)
+    return frozenset(f"{where}:{function}" for function in Change(record).functions)
 
 
 def keys(record: RepositoryTask, separate: Literal["function", "repository"]) -> frozenset[str]:

@@ -232,20 +232,24 @@ def _of_split(
 
 def split_of(record: RepositoryTask, options: Options) -> Split:
     """A record's own split, or the one that the hash of its function (or repository) gives: rows
-    that come later change nobody's split."""
+    that come later change nobody's split. Of rows that share a function beside others, and so may
+    be parted, the filter of overlaps drops those for training."""
     if record.split is not None:
         return record.split
-    key = min(_keys(record, options.separate), default=record.instance_id)
+    key = min(_keys(record, options.separate))
     digest = hashlib.sha256(f"{options.seed}\0{key}".encode()).digest()
     share = int.from_bytes(digest[:8], "big") / 2**64
     return Split.VALIDATION if share < options.validation_share else Split.TRAIN
 
 
 def _keys(record: RepositoryTask, separate: Literal["function", "repository"]) -> frozenset[str]:
+    """As `filters.keys`; a patch of which nobody can say what it changes stands for its whole
+    repository: no filter sees the rows of a benchmark, and nothing may leak."""
     try:
-        return filters.keys(record, separate)
-    except patches.PatchError:  # a filter drops it, with this reason
-        return frozenset()
+        found = filters.keys(record, separate)
+    except patches.PatchError:
+        found = frozenset()
+    return found or filters.keys(record, "repository")
 
 
 def _cheap(
