@@ -109,6 +109,12 @@ def test_no_line_of_a_function_and_no_change_is_in_both_splits():
             assert kinship.changed(one.patch) != kinship.changed(other.patch)
 
 
+def test_the_checked_in_splits_are_those_that_the_making_gives(tmp_path):
+    written = (sources.DATA / "tasks.jsonl").read_text()
+    making.write({}, [json.loads(line) for line in written.splitlines()], tmp_path)
+    assert (tmp_path / "tasks.jsonl").read_text() == written
+
+
 def test_kin_are_found_through_third_ones_and_by_lines_not_names():
     source = """
     class A:
