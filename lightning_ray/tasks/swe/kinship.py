@@ -11,6 +11,7 @@ methods of one name are two, and a function in a function is its outer one.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -64,7 +65,7 @@ def places(row: Json, clean: Tree) -> set[tuple[str, str]]:
     found = set()
     for part in patches.files(row["patch"]):
         source = clean[part.before or ""].decode()
-        spans = list(_spans(ast.parse(source)))
+        spans = _parsed(source)
         for line in _lines(part, source.split("\n")):
             around = [span.name for span in spans if span.first <= line <= span.last]
             whole = [name for name in around if name.rpartition(".")[2] == entity]
@@ -86,6 +87,11 @@ def _lines(part: patches.FilePatch, source: list[str]) -> Iterator[int]:
             if line[:1] == "-" and line[1:].strip():
                 yield number
             number += 1
+
+
+@functools.lru_cache(maxsize=64)  # many bugs are in one file
+def _parsed(source: str) -> tuple[_Span, ...]:
+    return tuple(_spans(ast.parse(source)))
 
 
 def _spans(node: ast.AST, owner: str = "") -> Iterator[_Span]:
