@@ -29,7 +29,7 @@ from lightning_ray.records import (
 from lightning_ray.report import evaluation_tables, evaluations
 from lightning_ray.report.console import Console
 from lightning_ray.report.evaluations import Evaluation, Rollout
-from lightning_ray.run import command, evaluation
+from lightning_ray.run import command, ending, evaluation
 from lightning_ray.run.evaluation import Candidate, Job
 
 PATCH = "diff --git a/x b/x\nnew file mode 100644\n--- /dev/null\n+++ b/x\n@@ -0,0 +1 @@\n+1\n"
@@ -88,6 +88,21 @@ def test_a_void_rollout_is_unsolved_so_that_digging_never_raises_a_rate() -> Non
     assert (Outcome.VOID, 1, 0) in evaluations.outcomes(one)
     assert list(evaluations.predictions(one)) == [0]  # no line, so not submitted
     assert "void" in shown(one)
+
+
+def test_a_validation_during_training_counts_a_void_rollout_as_unsolved_too() -> None:
+    def ended(name: str, outcome: Outcome, reward: Reward | None) -> FinishedRollout:
+        spec = RolloutSpec(name, "g", Task("t", "Mend it."), Split.VALIDATION, 0)
+        state = RolloutState.FINISHED if reward else RolloutState.FAILED
+        return FinishedRollout(spec, state, outcome, f"{name}-a0", 1, reward, running_s=2)
+
+    rollouts = [
+        ended("good", Outcome.COMPLETED, Reward(1.0, True)),
+        ended("dug", Outcome.VOID, None),
+        ended("lost", Outcome.NODE_LOST, None),
+    ]
+    found = ending.score(rollouts, {})
+    assert (found.rollouts, found.solved, found.failed, found.reward) == (2, 1, 1, 0.5)
 
 
 def test_costs_are_per_graded_rollout_and_those_in_all_include_what_was_lost() -> None:
