@@ -4,9 +4,9 @@
 `outcomes` and `costs` sum it up, `comparison` puts two side by side, `predictions` are its patches
 in SWE-bench's format. Pure, but for `write` and `read`.
 
-Invariants: a rollout that infrastructure lost is counted, and is in no rate; a void one is unsolved,
-else a model that looks for what it must not see would have the better rate; costs in all include
-what attempts spent that were tried again; what `read` gives equals what `write` was given.
+Invariants: a rollout that infrastructure lost is counted, and is in no rate; a void one is
+unsolved, else looking for what must not be seen would raise a rate; costs in all include what
+attempts spent that were tried again; what `read` gives equals what `write` was given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from lightning_ray.records import Json, Outcome
 from lightning_ray.report import statistics
 from lightning_ray.report.statistics import Comparison, Estimate, Tally
 
-
 # What of a run's rollout settings cannot change how an attempt ends.
 _NEUTRAL = {"n", "concurrency", "retries", "cpus", "keep_workspaces", "keep_results"}
 # Of the engine, what decides which kernels compute the numbers; the rest is room and speed.
@@ -42,8 +41,8 @@ class _Frozen(BaseModel):
 
 
 class Rollout(_Frozen):
-    """One rollout. `solved` and `reward` are None if infrastructure lost it, or it is void. Tokens, calls and
-    seconds are those of the attempt that counts; `all_tokens` and `seconds` those of all its
+    """One rollout. `solved` and `reward` are None if it is lost or void. Tokens, calls and seconds
+    are those of the attempt that counts; `all_tokens` and `seconds` those of all its
     attempts. `patch` is the change that the agent made, where the task family gives one."""
 
     rollout_id: str

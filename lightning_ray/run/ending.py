@@ -27,8 +27,8 @@ class Results:
 
 
 def score(rollouts: Sequence[FinishedRollout], calls: Mapping[str, Sequence[Call]]) -> Score:
-    """What a validation found; a void rollout solved nothing. `calls` are those of every attempt, by
-    attempt id."""
+    """What a validation found; a void rollout solved nothing. `calls` are those of every attempt,
+    by attempt id."""
     good = [r for r in rollouts if r.reward is not None or r.outcome is Outcome.VOID]
     rewards = [r.reward for r in good if r.reward is not None]
     mine = [call for r in good for call in calls.get(r.attempt_id, ())]
