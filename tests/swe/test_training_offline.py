@@ -43,7 +43,7 @@ STATEMENT = "Package parse is broken. Create a file named a.txt that contains th
 
 @pytest.mark.slow
 def test_the_offline_example_trains_on_what_a_packages_own_suite_says(tmp_path: Path) -> None:
-    """The package with the quickest suite. The model can solve nothing there, and the run says so."""
+    """The package with the quickest suite. The model solves nothing there, and the run says so."""
     tasks = tmp_path / "parse.jsonl"
     with tasks.open("w") as file:
         for task in offline.train():
@@ -67,16 +67,14 @@ def test_the_offline_example_trains_on_what_a_packages_own_suite_says(tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     rows = metrics.read(tmp_path / "run")
     [row] = [row for row in rows if "reward/mean" in row]
-    assert (row["outcomes/completed"], row["outcomes/grader_fault"], row["batch/rollouts"]) == (
-        (2, 0, 2)
-    )
+    assert (row["outcomes/completed"], row["outcomes/grader_fault"]) == (2, 0), row
+    assert row["batch/rollouts"] == 2
     fates = [value for name, value in row.items() if name.startswith("ledger/")]
     assert row["ledger/sampled"] > 0 and sum(fates) == 2 * row["ledger/sampled"]
     assert row["reward/mean"] > 0 or "step 1 trains nothing: the rollouts of" in done.stdout
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     with sqlite3.connect(tmp_path / "run" / "store" / "rollouts.sqlite") as database:
         found = database.execute("select finished from rollouts where finished is not null")
-        rewards = [json.loads(finished)["reward"] for (finished,) in found]
-    # The package's own tests ran, and said what a reward is made of.
-    assert [reward["metrics"]["test_runs"] >= 1 for reward in rewards] == [True, True], rewards
-    assert all(reward["metrics"]["test_seconds"] > 0 for reward in rewards), rewards
+        said = [json.loads(finished)["reward"]["metrics"] for (finished,) in found]
+    # The package's own tests ran.
+    assert len(said) == 2 and all(one["test_runs"] and one["test_seconds"] for one in said), said
