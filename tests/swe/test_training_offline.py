@@ -37,7 +37,7 @@ SMALL = [
     "run.groups_in_flight=2",
     "run.validate_every=0",
 ]
-# What the tiny model has half learnt: so it changes something, and that is collected and judged.
+# Of the form that the tiny model has half learnt; whether it changes anything is left to chance.
 STATEMENT = "Package parse is broken. Create a file named a.txt that contains the word blue."
 
 
