@@ -111,6 +111,12 @@ class ModelSection(Section):
     max_model_len: int = Field(
         32768, ge=16, description="Context window in tokens: prompt and reply."
     )
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longest prompt in tokens; a longer one is answered as one that does not fit. "
+        "Default: whatever leaves room for a reply in max_model_len.",
+    )
     chat_template: str | None = Field(
         None, description="Path of a Jinja chat template that replaces the tokenizer's own."
     )

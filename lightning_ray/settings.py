@@ -80,6 +80,11 @@ class RunConfig(Section):
         return max(self.trainer.ranks, self.engine_workers)
 
     @property
+    def context_tokens(self) -> int:
+        """What harnesses are told that the model reads."""
+        return self.model.max_prompt_tokens or self.model.max_model_len
+
+    @property
     def max_row_tokens(self) -> int:
         return self.trainer.max_row_tokens or self.model.max_model_len
 
@@ -96,6 +101,8 @@ def _contradictions(config: RunConfig) -> Iterable[str]:
             f"sampling.max_tokens={config.sampling.max_tokens} leaves no room for a prompt in "
             f"model.max_model_len={config.model.max_model_len}"
         )
+    if (config.model.max_prompt_tokens or 0) >= config.model.max_model_len:
+        yield "model.max_prompt_tokens must be below model.max_model_len"
     if config.algorithm.estimator == "grpo" and config.rollout.n < 2:
         yield (
             "rollout.n=1 gives every rollout the advantage 0 with "

@@ -45,6 +45,7 @@ def test_an_unknown_key_is_named_with_its_path_and_the_nearest_valid_name(
     ("overrides", "named"),
     [
         (["sampling.max_tokens=512", "model.max_model_len=512"], "sampling.max_tokens=512"),
+        (["model.max_prompt_tokens=32768"], "max_prompt_tokens must be below"),
         (["rollout.n=1"], "rollout.n=1"),
         (["trainer.optimizer_steps=99"], "trainer.optimizer_steps=99"),
         (["task.grader_command=[cat]"], "task.grader and task.grader_command"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_ray.config import ConfigError, RunConfig, dump
+from lightning_ray.config import ConfigError, RunConfig, dump, load
 from lightning_ray.records import (
     Call,
     FinishedRollout,
@@ -29,7 +29,7 @@ from lightning_ray.records import (
 from lightning_ray.report import evaluation_tables, evaluations
 from lightning_ray.report.console import Console
 from lightning_ray.report.evaluations import Evaluation, Rollout
-from lightning_ray.run import command, evaluation
+from lightning_ray.run import command, ending, evaluation
 from lightning_ray.run.evaluation import Candidate, Job
 
 PATCH = "diff --git a/x b/x\nnew file mode 100644\n--- /dev/null\n+++ b/x\n@@ -0,0 +1 @@\n+1\n"
@@ -78,6 +78,31 @@ def test_lost_rollouts_are_counted_and_are_in_no_rate() -> None:
     ]
     assert BEFORE.tallies["b"].rollouts == 1
     assert evaluations.signals(BEFORE) == {"forged": 1.0}
+
+
+def test_a_void_rollout_is_unsolved_so_that_digging_never_raises_a_rate() -> None:
+    dug = rollout("a", 1, None, outcome=Outcome.VOID, patch=PATCH)
+    one = Evaluation(name="x", model="", rollouts=(rollout("a", 0, True, patch=PATCH), dug))
+    assert one.tallies["a"].rollouts == 2
+    assert evaluations.pass_at(one)[1].value == 0.5
+    assert (Outcome.VOID, 1, 0) in evaluations.outcomes(one)
+    assert list(evaluations.predictions(one)) == [0]  # no line, so not submitted
+    assert "void" in shown(one)
+
+
+def test_a_validation_during_training_counts_a_void_rollout_as_unsolved_too() -> None:
+    def ended(name: str, outcome: Outcome, reward: Reward | None) -> FinishedRollout:
+        spec = RolloutSpec(name, "g", Task("t", "Mend it."), Split.VALIDATION, 0)
+        state = RolloutState.FINISHED if reward else RolloutState.FAILED
+        return FinishedRollout(spec, state, outcome, f"{name}-a0", 1, reward, running_s=2)
+
+    rollouts = [
+        ended("good", Outcome.COMPLETED, Reward(1.0, True)),
+        ended("dug", Outcome.VOID, None),
+        ended("lost", Outcome.NODE_LOST, None),
+    ]
+    found = ending.score(rollouts, {})
+    assert (found.rollouts, found.solved, found.failed, found.reward) == (2, 1, 1, 0.5)
 
 
 def test_costs_are_per_graded_rollout_and_those_in_all_include_what_was_lost() -> None:
@@ -179,6 +204,28 @@ def test_the_tables_say_rates_with_intervals_outcomes_cost_and_difference() -> N
         "tasks better: a, b",
     ):
         assert part in text, part
+
+
+def test_a_comparison_says_which_settings_of_the_two_differ() -> None:
+    def made(name: str, *overrides: str) -> Evaluation:
+        settings = dump(load(None, list(overrides)))
+        return Evaluation(name=name, model="", settings=settings, rollouts=AFTER.rollouts)
+
+    free = ("model.path=x", "trainer.lr=1", "rollout.concurrency=3", "task.validation=x.jsonl")
+    assert evaluations.differences(made("one"), made("two", *free)) == []
+    other = made(
+        "two",
+        "sampling.validation_temperature=0.7",
+        "harness.args=[--config=agent.step_limit=9]",
+        "task.grader_options={judge: false}",
+    )
+    assert evaluations.differences(made("one"), other) == [
+        'harness.args=[] in one, ["--config=agent.step_limit=9"] in two',
+        "sampling.validation_temperature=null in one, 0.7 in two",
+        'task.grader_options={} in one, {"judge": false} in two',
+    ]
+    assert "sampling.validation_temperature=null in one, 0.7 in two" in shown(made("one"), other)
+    assert evaluations.differences(BEFORE, AFTER) == []  # as those whose settings nobody kept
 
 
 def test_an_evaluation_without_a_graded_rollout_can_be_shown() -> None:

@@ -45,6 +45,7 @@ def test_the_big_recipes_hold_the_published_settings(recipe: Path) -> None:
     )
     assert (found.sampling.temperature, found.sampling.validation_temperature) == (1, 0.7)
     assert (found.sampling.max_tokens, found.model.max_model_len) == (65536, 131072)
+    assert found.model.max_prompt_tokens == 65536
     assert found.rollout.timeout_s == 5400
     assert found.groups_in_flight > found.run.groups_per_step
 

@@ -13,8 +13,10 @@ from support import make_tokenizer
 from lightning_ray.config import load
 from lightning_ray.gateway.dialects import openai_chat
 from lightning_ray.gateway.errors import ApiError
+from lightning_ray.gateway.planning import Memory, Planner
 from lightning_ray.gateway.render import Renderer
-from lightning_ray.records import Call, FinishReason, PolicyVersion, Span
+from lightning_ray.records import Call, FinishReason, PolicyVersion, Span, Split
+from lightning_ray.store.attempts import AttemptInfo
 
 TEMPLATES = Path(__file__).with_name("templates")
 CONFIG = {
@@ -230,3 +232,19 @@ def test_a_template_that_always_strips_thinking_makes_a_branch(renderers):
     call = Call(**{**vars(call), "turn": type(call.turn)("hello", reasoning="hm")})
     said = {"role": "assistant", "content": "hello", "reasoning_content": "hm"}
     assert renderer.extend(request([*START, said, MORE]), len(START), call) is None
+
+
+def test_a_prompt_may_be_as_long_as_is_set_and_then_has_its_whole_reply(tmp_path):
+    make_tokenizer(tmp_path)
+
+    def plan(*settings: str):
+        config = load(None, ["model.max_model_len=200", "sampling.max_tokens=100", *settings])
+        request = openai_chat.parse({"messages": [{"role": "user", "content": "x" * 60}]})
+        memory = Memory(AttemptInfo("r-a0", "r", Split.TRAIN, "hash", True))
+        return Planner(config, Renderer(str(tmp_path), config.model)).plan(request, memory, {})
+
+    length = len(plan().prompt)
+    assert plan(f"model.max_prompt_tokens={length}").max_tokens == 100
+    with pytest.raises(ApiError, match=f"maximum context length is {length - 1} tokens") as caught:
+        plan(f"model.max_prompt_tokens={length - 1}")
+    assert caught.value.code == "context_length_exceeded"

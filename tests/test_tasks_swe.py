@@ -31,6 +31,7 @@ from lightning_ray.tasks.swe.workspace import (
     MAX_FILES,
     MAX_REFUSED,
     acceptable,
+    changes,
     collect,
     prepare,
     write_files,
@@ -291,6 +292,15 @@ def test_links_pipes_binaries_and_giants_are_not_read(tmp_path):
         r"\xff": "its name is not UTF-8",
     }
     assert "secret" not in json.dumps(found["files"])
+
+
+@pytest.mark.parametrize(("added", "kept"), [(1, True), (1000, True), (1001, False)])
+def test_a_large_file_that_was_there_may_grow_by_what_a_new_one_may_have(tmp_path, added, kept):
+    before = b"x = 1\n" * 500  # three times the bound already
+    (tmp_path / "large.py").write_bytes(before + b"#" * added)
+    found = changes({"large.py": before}, tmp_path, max_file_bytes=1000)
+    assert ("large.py" in found["files"]) is kept
+    assert bool(found["patch"]) is kept and bool(found["refused"]) is not kept
 
 
 def test_a_flood_of_files_and_folders_stays_small(tmp_path):

@@ -106,7 +106,7 @@ def test_an_evaluation_reports_base_and_trained_weights_and_goes_on_where_it_was
             timeout=PATIENCE,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "95 % interval" in done.stdout and "sign-flip test" in done.stdout
+        assert "95 % interval" in done.stdout and "permutation test" in done.stdout
     folder = run_dir / "evaluations"
     rollouts = sorted(path.name for path in (folder / "rollouts").iterdir())
     assert len(rollouts) == 4, rollouts

@@ -75,8 +75,9 @@ class Planner:
         most = sampling.max_tokens
         if request.max_tokens and sampling.honour_max_tokens:
             most = min(request.max_tokens, most)
-        if len(prompt) >= limit:
-            raise context_overflow(limit, len(prompt), most)
+        longest = self._config.model.max_prompt_tokens
+        if len(prompt) >= limit or len(prompt) > (longest or limit):
+            raise context_overflow(longest or limit, len(prompt), most)
         temperature = sampling.temperature
         if memory.attempt.split is Split.VALIDATION:
             temperature = sampling.validation_temperature or temperature

@@ -80,9 +80,11 @@ def comparison(first: Evaluation, second: Evaluation) -> Iterator[Table | str]:
     d = found.difference
     points = [f"{100 * value:+.1f}" for value in (d.value, d.low, d.high)]
     table.add_row("difference, points", f"{points[0]} ({points[1]} – {points[2]})")
-    table.add_row("p, sign-flip test, two-sided", _p_value(found.p_value))
+    table.add_row("p, permutation test within tasks", _p_value(found.p_value))
     table.add_row("tasks better, worse, equal", f"{found.better}, {found.worse}, {found.equal}")
     yield table
+    for line in evaluations.differences(first, second):
+        yield f"made otherwise: {line}"
     for word, tasks in zip(("better", "worse"), evaluations.moved(first, second), strict=True):
         if tasks:
             more = f" and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else ""

@@ -4,8 +4,9 @@
 `outcomes` and `costs` sum it up, `comparison` puts two side by side, `predictions` are its patches
 in SWE-bench's format. Pure, but for `write` and `read`.
 
-Invariants: a rollout that infrastructure lost is counted, and is in no rate; costs in all include
-what attempts spent that were tried again; what `read` gives equals what `write` was given.
+Invariants: a rollout that infrastructure lost is counted, and is in no rate; a void one is
+unsolved, else looking for what must not be seen would raise a rate; costs in all include what
+attempts spent that were tried again; what `read` gives equals what `write` was given.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray.config import ConfigError
-from lightning_ray.records import Outcome
+from lightning_ray.records import Json, Outcome
 from lightning_ray.report import statistics
 from lightning_ray.report.statistics import Comparison, Estimate, Tally
+
+# What of a run's rollout settings cannot change how an attempt ends.
+_NEUTRAL = {"n", "concurrency", "retries", "cpus", "keep_workspaces", "keep_results"}
+# Of the engine, what decides which kernels compute the numbers; the rest is room and speed.
+_ENGINE = ("tensor_parallel", "enforce_eager")
+# Of Kubernetes, what an attempt and its tests run in; the rest is where, how many and how long.
+_PODS = ("image", "harness_venv", "python", "grade")
 
 
 class _Frozen(BaseModel):
@@ -32,8 +41,8 @@ class _Frozen(BaseModel):
 
 
 class Rollout(_Frozen):
-    """One rollout. `solved` and `reward` are None if infrastructure lost it. Tokens, calls and
-    seconds are those of the attempt that counts; `all_tokens` and `seconds` those of all its
+    """One rollout. `solved` and `reward` are None if it is lost or void. Tokens, calls and seconds
+    are those of the attempt that counts; `all_tokens` and `seconds` those of all its
     attempts. `patch` is the change that the agent made, where the task family gives one."""
 
     rollout_id: str
@@ -54,8 +63,13 @@ class Rollout(_Frozen):
     patch: str | None = None
 
     @property
+    def verdict(self) -> bool | None:
+        """What it counts as; None: not at all."""
+        return False if self.outcome is Outcome.VOID else self.solved
+
+    @property
     def graded(self) -> bool:
-        return self.solved is not None
+        return self.verdict is not None
 
 
 class Evaluation(_Frozen):
@@ -72,8 +86,8 @@ class Evaluation(_Frozen):
         """The graded rollouts of each task that has any, by task id."""
         found: dict[str, list[bool]] = defaultdict(list)
         for rollout in self.rollouts:
-            if rollout.solved is not None:
-                found[rollout.task_id].append(rollout.solved)
+            if rollout.verdict is not None:
+                found[rollout.task_id].append(rollout.verdict)
         return {task: Tally(sum(solved), len(solved)) for task, solved in found.items()}
 
     @property
@@ -113,7 +127,7 @@ def outcomes(evaluation: Evaluation) -> list[tuple[Outcome, int, int | None]]:
     counts: Counter[tuple[Outcome, bool]] = Counter(
         (rollout.outcome, rollout.graded) for rollout in evaluation.rollouts
     )
-    solved = Counter(r.outcome for r in evaluation.rollouts if r.solved)
+    solved = Counter(r.outcome for r in evaluation.rollouts if r.verdict)
     return [
         (outcome, count, solved[outcome] if graded else None)
         for (outcome, graded), count in counts.most_common()
@@ -158,12 +172,44 @@ def moved(first: Evaluation, second: Evaluation) -> tuple[list[str], list[str]]:
     return better, worse
 
 
+def decisive(config: Json) -> Json:
+    """Of a whole configuration, by section, the settings that decide an evaluation's numbers."""
+    found = {section: config.get(section, {}) for section in ("model", "sampling", "harness")}
+    parts = {section: config.get(section, {}) for section in ("rollout", "task", "engine")}
+    pods = config.get("kubernetes", {})
+    return found | {
+        "rollout": {k: v for k, v in parts["rollout"].items() if k not in _NEUTRAL},
+        "task": {k: v for k, v in parts["task"].items() if k not in ("train", "validation")},
+        "engine": {k: parts["engine"][k] for k in _ENGINE if k in parts["engine"]},
+        "kubernetes": {k: pods[k] for k in _PODS if k in pods},
+    }
+
+
+def differences(first: Evaluation, second: Evaluation) -> list[str]:
+    """The decisive settings that differ, but for the model's path: a line for each."""
+    one, two = (_flat(yaml.safe_load(each.settings) or {}) for each in (first, second))
+    return [
+        f"{key}={one.get(key, 'unknown')} in {first.name}, {two.get(key, 'unknown')} in "
+        f"{second.name}"
+        for key in sorted(one.keys() | two.keys())
+        if one.get(key) != two.get(key) and key != "model.path"
+    ]
+
+
+def _flat(config: Json) -> dict[str, str]:
+    return {
+        f"{section}.{key}": json.dumps(value, sort_keys=True)
+        for section, values in decisive(config).items()
+        for key, value in values.items()
+    }
+
+
 def predictions(evaluation: Evaluation) -> dict[int, list[dict[str, str]]]:
     """The patches in SWE-bench's format, by sample: its harness takes one per instance. A rollout
-    that was lost has none, and the harness counts the instance as not submitted."""
+    that was lost or is void has none, and the harness counts the instance as not submitted."""
     found: dict[int, list[dict[str, str]]] = defaultdict(list)
     for rollout in evaluation.graded:
-        if rollout.patch is not None:
+        if rollout.patch is not None and rollout.outcome is not Outcome.VOID:
             found[rollout.sample].append(
                 {
                     "instance_id": rollout.task_id,

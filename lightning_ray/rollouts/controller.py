@@ -275,7 +275,7 @@ class RolloutController:
             recipe=self._recipe,
             root_url=f"{self._gateway_url}/rollout/{attempt.attempt_id}",
             model=harness.MODEL_NAME,
-            context_tokens=config.model.max_model_len,
+            context_tokens=config.context_tokens,
             limits=limits(config),
             log_dir=config.run_dir / "rollouts" / attempt.attempt_id,
             prepare=config.task.prepare,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ray import metrics
-from lightning_ray.records import Call, FinishedRollout
+from lightning_ray.records import Call, FinishedRollout, Outcome
 from lightning_ray.report import curves, summary, transcripts
 from lightning_ray.report.console import Console
 from lightning_ray.report.summary import Score
@@ -27,17 +27,19 @@ class Results:
 
 
 def score(rollouts: Sequence[FinishedRollout], calls: Mapping[str, Sequence[Call]]) -> Score:
-    """What a validation found. `calls` are those of every attempt, by attempt id."""
-    good = [(r, r.reward) for r in rollouts if r.reward is not None]
-    mine = [call for r, _ in good for call in calls.get(r.attempt_id, ())]
+    """What a validation found; a void rollout solved nothing. `calls` are those of every attempt,
+    by attempt id."""
+    good = [r for r in rollouts if r.reward is not None or r.outcome is Outcome.VOID]
+    rewards = [r.reward for r in good if r.reward is not None]
+    mine = [call for r in good for call in calls.get(r.attempt_id, ())]
     count = max(len(good), 1)
     return Score(
         rollouts=len(good),
-        solved=sum(reward.solved for _, reward in good),
-        reward=sum(reward.value for _, reward in good) / count,
+        solved=sum(reward.solved for reward in rewards),
+        reward=sum(reward.value for reward in rewards) / count,
         sampled_tokens=sum(len(call.tokens) for call in mine) / count,
         calls=len(mine) / count,
-        seconds=sum(r.running_s for r, _ in good) / count,
+        seconds=sum(r.running_s for r in good) / count,
         failed=len(rollouts) - len(good),
     )
 

@@ -43,15 +43,9 @@ WEIGHTS = "model.safetensors"
 BASE, TRAINED = "base", "trained"
 # Key of a result under which a task family gives the agent's change as a unified diff.
 PATCH = "patch"
-# What of a run's rollout settings cannot change how an attempt ends.
-_NEUTRAL = {"n", "concurrency", "retries", "cpus", "keep_workspaces", "keep_results"}
 # Blocks of a weights file that its fingerprint reads, and their bytes: half a million weights, of
 # which an update changes thousands even in bfloat16, read in milliseconds.
 _BLOCKS, _BLOCK_BYTES = 256, 4096
-# Of the engine, what decides which kernels compute the numbers; the rest is room and speed.
-_ENGINE = ("tensor_parallel", "enforce_eager")
-# Of Kubernetes, what an attempt and its tests run in; the rest is where, how many and how long.
-_PODS = ("image", "harness_venv", "python", "grade")
 
 
 @dataclass(frozen=True)
@@ -76,16 +70,9 @@ class Job:
     def version(self, candidate: Candidate) -> PolicyVersion:
         """What the rollouts of a candidate are labelled with: its name, and a fingerprint of its
         weights and of the settings that decide the numbers."""
-        config = self.config.model_dump(mode="json")
-        rollout = {k: v for k, v in config["rollout"].items() if k not in _NEUTRAL}
-        task = {k: v for k, v in config["task"].items() if k not in ("train", "validation")}
+        settings = evaluations.decisive(self.config.model_dump(mode="json"))
         weights = _fingerprint(candidate.weights) if candidate.weights else ""
-        engine = {key: config["engine"][key] for key in _ENGINE}
-        pods = {key: config["kubernetes"][key] for key in _PODS}
-        decisive = [
-            *(config[section] for section in ("model", "sampling", "harness")),
-            *(rollout, task, engine, pods, weights, self.base, _contents(self.config)),
-        ]
+        decisive = [*settings.values(), weights, self.base, _contents(self.config)]
         return PolicyVersion(f"{candidate.name}-{_digest(decisive)}", int(bool(candidate.weights)))
 
     def name(self, candidate: Candidate) -> str:

@@ -156,7 +156,7 @@ class Pods:
                     model=MODEL_NAME,
                     task=task,
                     attempt_id=attempt_id,
-                    context_tokens=self._config.model.max_model_len,
+                    context_tokens=self._config.context_tokens,
                     venv=self._config.kubernetes.harness_venv,
                     recipe=self._recipe,
                 ),

@@ -43,7 +43,7 @@ from lightning_ray.tasks.swe.evidence import Judgement, Tree, Verdict
 from lightning_ray.tasks.swe.grading import GradingError
 from lightning_ray.tasks.swe.record import RecordError, RepositoryTask
 
-MAX_FILE_BYTES = 256 * 1024  # the largest module of the packages has 100 KiB
+MAX_FILE_BYTES = 256 * 1024  # of a new file, and what one that was there may grow by
 _IMPOSSIBLE = Judgement(Verdict.UNSOLVED, ("a file where a folder must be",))
 
 

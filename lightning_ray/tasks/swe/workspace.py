@@ -126,7 +126,8 @@ def changes(
     """What changed in `workspace` against the files `before`. `also` are further protected paths.
 
     Returns: `{"files": {path: text, or None if deleted}, "refused": [{"path", "reason"}], "patch":
-    the files as a unified diff that git applies, but for those that were not text before}`.
+    the files as a unified diff that git applies, but for those that were not text before}`. A new
+    file has at most `max_file_bytes`, one that was there may grow by as many.
     """
     files: dict[str, str | None] = {}
     refused: dict[str, str] = {}
@@ -141,8 +142,8 @@ def changes(
             break
         seen.add(path)
         try:
-            largest = max(max_file_bytes, len(before.get(path, b"")))
-            content, odd = _read(workspace, path, problem, largest)
+            most = max_file_bytes + len(before.get(path, b""))
+            content, odd = _read(workspace, path, problem, most)
             if odd:
                 modes[path] = "its mode does not count"
             if content == before.get(path):
