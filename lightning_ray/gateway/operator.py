@@ -26,6 +26,7 @@ from lightning_ray.gateway.errors import ApiError, bad
 from lightning_ray.records import Reward, RolloutSpec, Task
 from lightning_ray.rollouts import handle
 from lightning_ray.store.errors import DuplicateReward, StoreError
+from lightning_ray.store.keys import hash_key
 from lightning_ray.views import (
     CallPage,
     CallQuery,
@@ -64,7 +65,7 @@ class Operator:
         """
         key = access.key_of(headers)
         expected = await self._store.grader_key.remote(rollout_id)
-        access.check(access.hash_key(expected), key)
+        access.check(hash_key(expected), key)
         data = decode(await body())
         try:
             reward = Reward(data["reward"], data.get("solved", False), data.get("metrics", {}))
@@ -83,7 +84,7 @@ class Operator:
     async def check(self, headers: Mapping[str, str]) -> None:
         """Raises `ApiError` (401) unless the request carries the operator's key."""
         key = access.key_of(headers)
-        expected = self._key_hash or access.hash_key(await self._store.operator_key.remote())
+        expected = self._key_hash or hash_key(await self._store.operator_key.remote())
         access.check(expected, key)
 
     async def rollouts(self, headers: Mapping[str, str], query: RolloutQuery) -> RolloutPage:

@@ -1,7 +1,10 @@
-"""The keys that are derived from a store's secret: graders' and the operator's.
+"""How keys are compared, and those that are derived from a store's secret: graders' and the
+operator's.
 
 The secret is `grader.key` in the store's folder. The operator's key also lies in `operator.key`
 next to that folder, for whoever may read the run directory. Both files are 0600.
+
+Invariant: keys are kept and compared as hashes, in constant time.
 """
 
 from __future__ import annotations
@@ -11,6 +14,19 @@ import hmac
 import os
 import secrets
 from pathlib import Path
+
+# The hash of no key, so that what is not there takes as long to refuse.
+_NO_HASH = "0" * 64
+
+
+def hash_key(key: str) -> str:
+    """SHA-256 in hex: how keys are kept at rest."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def matches(expected_hash: str | None, key: str) -> bool:
+    """True if `key` has this hash (None: no key does)."""
+    return hmac.compare_digest(expected_hash or _NO_HASH, hash_key(key))
 
 
 class Keys:
