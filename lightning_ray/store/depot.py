@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from lightning_ray.store.keys import matches, write_private
+from lightning_ray.files import PRIVATE, replace
+from lightning_ray.store.keys import matches
 
 RESULT = "result"  # what a pod sends back
 ORDER = "order"  # what a pod is to do: handed to one pod only
@@ -47,8 +48,9 @@ class Depot:
         folder = self._directory / room
         folder.mkdir(mode=0o700, parents=True)
         for name, content in files.items():
-            write_private(folder / name, content)
-        write_private(folder / _KEY, key_hash.encode())  # last: without it the room is closed
+            replace(folder / name, content, durable=True, mode=PRIVATE)
+        # The last one: without it the room is closed.
+        replace(folder / _KEY, key_hash.encode(), durable=True, mode=PRIVATE)
 
     def take(self, room: str, key: str, name: str, pod: str) -> bytes | Refusal:
         """What `pod` may read."""
@@ -65,7 +67,8 @@ class Depot:
         """Takes the room's result; of several the last one counts."""
         if self.opens(room, key):
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                write_private(self._directory / room / RESULT, content)
+                result = self._directory / room / RESULT
+                replace(result, content, durable=True, mode=PRIVATE)
                 return None
         return Refusal.KEY
 
