@@ -89,7 +89,7 @@ def _row(path: str, field: FieldInfo) -> str:
         width=1000,
     )
     default = default.removesuffix("\n").removesuffix("\n...")
-    cells = [f"`{path}`", kind, f"`{default}`", field.description or ""]
+    cells = [f"`{path}`", kind, f"`{default}`", " ".join((field.description or "").split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from lightning_ray.run import command
 from lightning_ray.tasks import models
+from lightning_ray.tasks.swe import rehearsal
 
 if __name__ == "__main__":
     default = Path(__file__).parent.parent / "examples" / "swe" / "embedded.yaml"
-    sys.exit(command.main(default, models.resolve))
+    sys.exit(command.main(default, models.resolve, rehearsal=rehearsal.overrides))

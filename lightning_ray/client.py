@@ -51,11 +51,11 @@ class Client:
     """Talks to the gateway at `base_url` (without a path) with the operator's `key`, which is in
     `operator.key` in the run directory. Every method may raise `ClientError`."""
 
-    def __init__(self, base_url: str, key: str, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, base_url: str, key: str) -> None:
         self._http = httpx.Client(
             base_url=f"{base_url.rstrip('/')}/api/v1",
             headers={"authorization": f"Bearer {key.strip()}"},
-            timeout=timeout_s,
+            timeout=TIMEOUT_S,
         )
 
     def __enter__(self) -> Client:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ray.config import ConfigError, RunConfig
+from lightning_ray.files import replace
 from lightning_ray.records import Outcome
 
 if TYPE_CHECKING:
@@ -114,9 +115,7 @@ class MetricsLog:
             self._tracking.finish()
 
     def _rewrite(self, lines: list[dict[str, Any]]) -> None:
-        part = self._path.with_suffix(".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        part.replace(self._path)
+        replace(self._path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def _set_gauges(self, numbers: Mapping[str, float]) -> None:
         import ray  # metrics.jsonl can be read and written without it

@@ -11,23 +11,21 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from lightning_ray.cluster_sections import KubernetesSection
-from lightning_ray.learning_sections import (
-    AlgorithmSection,
-    SamplesSection,
-    TrackingSection,
-    TrainerSection,
-)
 from lightning_ray.sections import (
+    AlgorithmSection,
     EngineSection,
     GatewaySection,
     HarnessSection,
+    KubernetesSection,
     ModelSection,
     RolloutSection,
     RunSection,
+    SamplesSection,
     SamplingSection,
     Section,
     TaskSection,
+    TrackingSection,
+    TrainerSection,
 )
 
 

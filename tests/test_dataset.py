@@ -97,7 +97,7 @@ def test_a_run_can_be_read_while_it_goes_on(tmp_path, small_store) -> None:
     next(rows)
     dataset.write(made, tmp_path, 2)
     # What is being written is not looked at.
-    dataset.path(tmp_path, 3).with_suffix(".partial").write_bytes(b"PAR1")
+    dataset.path(tmp_path, 3).with_suffix(".parquet.0f.tmp").write_bytes(b"PAR1")
     each = made.table.num_rows
     assert 1 + sum(1 for _ in rows) == each  # it has the steps that there were
     assert begun.count() == each and dataset.read(tmp_path).count() == 2 * each

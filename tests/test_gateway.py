@@ -15,7 +15,7 @@ from support import CALL, HELLO, MAX_MODEL_LEN, TOOLS, Running
 from lightning_ray import canary
 from lightning_ray.gateway import deploy
 from lightning_ray.records import Outcome, Reward
-from lightning_ray.tasks.swe import embedded, grading
+from lightning_ray.tasks.swe import canaries, embedded, grading
 from lightning_ray.tasks.swe.record import RepositoryTask
 
 
@@ -89,7 +89,7 @@ def test_a_history_with_tool_calls_and_parts_is_rendered(gateway):
 
 def test_a_canary_in_a_prompt_is_noted_with_its_call(gateway):
     attempt, other = gateway.attempt(), gateway.attempt()
-    client, seen = gateway.client(attempt), canary.mint("git")
+    client, seen = gateway.client(attempt), canaries.mint("git")
     leak = [{"role": "user", "content": f"object 12: {seen}"}]
     for messages in (HELLO, leak, leak):
         client.chat.completions.create(model="m", messages=messages)

@@ -195,6 +195,14 @@ def test_a_stranger_learns_not_which_attempts_there_are(gateway):
         assert len(told) == 1 and next(iter(told))[0] == 401, told
 
 
+@pytest.mark.parametrize("query", ["", "?limit=0", "/mine?fields=perhaps", "/mine/calls?attempt=x"])
+def test_a_stranger_learns_not_what_is_wrong_with_a_query(gateway, query):
+    url = f"{gateway.url}/api/v1/rollouts{query}"
+    for key in ("own", "grader", "none"):
+        headers = {} if key == "none" else {"x-api-key": gateway.keys[key]}
+        assert httpx.get(url, headers=headers).status_code == 401, key
+
+
 def test_a_key_that_a_replica_remembers_is_dead_with_its_attempt(gateway):
     attempt = gateway.attempt(key="short-lived")
     url, key = f"{gateway.url}/rollout/{attempt}/v1", {"x-api-key": "short-lived"}

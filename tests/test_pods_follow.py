@@ -14,9 +14,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from lightning_ray.cluster_sections import KubernetesSection
 from lightning_ray.rollouts.pods import api
 from lightning_ray.rollouts.pods.api import Api, Follower
+from lightning_ray.sections import KubernetesSection
 
 
 def thing(name: str, version: str) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from runs import PATIENCE, ROOT
 
 from lightning_ray import config, metrics
 from lightning_ray.config import ConfigError, RunConfig
-from lightning_ray.run import command, rehearsal
+from lightning_ray.run import command
+from lightning_ray.tasks.swe import rehearsal
 
 RECIPES = sorted((ROOT / "examples" / "swe").glob("*.yaml"))
 BIG = [path for path in RECIPES if path.stem.startswith("qwen")]
@@ -24,7 +25,8 @@ BIG = [path for path in RECIPES if path.stem.startswith("qwen")]
 def test_a_dry_run_shows_the_plan_of_each_recipe(
     recipe: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(Path(), Path, [str(recipe), "--dry-run", *options]) == 0
+    arguments = [str(recipe), "--dry-run", *options]
+    assert command.main(Path(), Path, arguments, rehearsal.overrides) == 0
     shown = capsys.readouterr().out
     assert "bundles " in shown and ("step_limit=100" in shown or recipe not in BIG)
 
@@ -63,7 +65,9 @@ def test_a_setting_that_megatron_does_not_have_is_found_by_a_dry_run(
 
 
 def test_an_override_wins_over_the_rehearsal() -> None:
-    found, _ = command.parse(["--rehearse", "rollout.n=3", "trainer.lr=1e-3"], RECIPES[0])
+    found, _ = command.parse(
+        ["--rehearse", "rollout.n=3", "trainer.lr=1e-3"], RECIPES[0], rehearsal.overrides
+    )
     assert (found.rollout.n, found.trainer.lr, found.model.path) == (3, 1e-3, "tiny")
 
 
@@ -143,8 +147,9 @@ def test_the_rehearsal_of_a_valid_run_is_valid_smaller_and_learns_in_the_same_wa
 
 def test_a_configuration_that_is_wrong_is_wrong_in_a_rehearsal_too() -> None:
     with pytest.raises(ConfigError, match="rollout.n=1"):
-        command.parse(["--rehearse", "rollout.n=1"], RECIPES[0])
-    assert isinstance(command.parse(["--rehearse"], RECIPES[0])[0], RunConfig)
+        command.parse(["--rehearse", "rollout.n=1"], RECIPES[0], rehearsal.overrides)
+    found, _ = command.parse(["--rehearse"], RECIPES[0], rehearsal.overrides)
+    assert isinstance(found, RunConfig)
 
 
 @pytest.mark.slow

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from lightning_ray import metrics
+from lightning_ray import config, metrics
+from lightning_ray.metrics import MetricsLog
 from lightning_ray.records import Outcome
 from lightning_ray.report import console, curves, statistics, summary, transcripts
 from lightning_ray.report.console import Console, View
 from lightning_ray.report.summary import Score
 from lightning_ray.report.transcripts import Episode
+from lightning_ray.run import ending
 
 
 class Terminal(io.StringIO):
@@ -171,6 +173,25 @@ def test_the_table_shows_solve_rates_with_intervals_before_and_after() -> None:
     text = out.getvalue()
     for part in ("3.1% (1/32)", "96.9% (31/32)", "+93.8 points", "84.3% – 99.4%", "-18.0"):
         assert part in text
+
+
+def test_a_score_is_read_back_from_its_metrics(tmp_path: Path) -> None:
+    score = Score(32, 31, 0.97, 12.0, 1.0, 4.0, failed=2)
+    log = MetricsLog(tmp_path, config.load(None, ["tracking.backends=[]"]))
+    log.log(3, ending.score_metrics(score))
+    [row] = metrics.read(tmp_path)
+    assert row.keys() - {"step", "time"} == {
+        "validation/solve_rate",
+        "validation/rollouts",
+        "validation/solved",
+        "validation/reward",
+        "validation/sampled_tokens",
+        "validation/calls",
+        "validation/rollout_seconds",
+        "validation/failed",
+    }
+    read = ending.score_of(row)
+    assert read == score and type(read.solved) is int
 
 
 def test_the_table_stands_without_a_validation() -> None:

@@ -346,7 +346,7 @@ def test_what_was_written_after_a_checkpoint_is_forgotten_when_a_run_goes_back_t
     made = build([rollout("x", "g", 1.0), rollout("y", "g", 0.0)], {n: one_turn(n) for n in "xy"})
     for step in (9, 10, 11):
         dataset.write(made, tmp_path, step)
-    dataset.path(tmp_path, 12).with_suffix(".partial").write_text("torn")
+    dataset.path(tmp_path, 12).with_suffix(".parquet.0f.tmp").write_text("torn")
     dataset.truncate(tmp_path, 9)
     kept = [f"{kind}/step-000009.parquet" for kind in ("batches", "ledger")]
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/*")) == kept

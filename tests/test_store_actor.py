@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from test_store import make_call, make_spec
 
-from lightning_ray import canary
 from lightning_ray.records import Outcome
 from lightning_ray.store import actor
 from lightning_ray.store.actor import UPDATING, Asked, StoreActor
 from lightning_ray.store.claims import Opening, Verdict
 from lightning_ray.store.errors import AttemptOver, StoreLocked
 from lightning_ray.store.rollouts import RolloutStore
+from lightning_ray.tasks.swe import canaries
 from lightning_ray.views import PageQuery
 
 
@@ -87,7 +87,7 @@ async def test_a_retry_in_the_next_life_gets_the_calls_of_one_answer(tmp_path: P
 
 
 async def test_a_reply_with_a_canary_is_noted_with_its_call(tmp_path: Path):
-    store, said = await begin(tmp_path), canary.mint("git")
+    store, said = await begin(tmp_path), canaries.mint("git")
     for number, text in enumerate(("well", f"I found {said}", f"again {said}")):
         call = dataclasses.replace(make_call(f"c{number}", [1], [2]), text=text)
         await store.record_calls([([call], number)])

@@ -77,11 +77,11 @@ def test_a_write_for_which_there_is_room_in_part_leaves_nothing(tmp_path: Path):
 
 
 def test_a_segment_that_cannot_be_sealed_goes_on_as_a_log(tmp_path: Path, monkeypatch):
-    def full(path, data):
+    def full(path, data, durable):
         raise OSError(errno.ENOSPC, "no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(log, "_write", full)
+        patched.setattr(log, "replace", full)
         store = begin(tmp_path, 20)
         assert len(list((tmp_path / "calls").glob("*.log"))) > 2
         store.end_attempt("r-a0", Outcome.COMPLETED, "", 2.0)

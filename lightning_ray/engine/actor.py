@@ -31,6 +31,7 @@ from lightning_ray.config import RunConfig
 from lightning_ray.engine.admission import Door, Limit
 from lightning_ray.engine.courier import EngineDead, Exchange
 from lightning_ray.engine.partial import Generation, Partial
+from lightning_ray.files import replace
 from lightning_ray.records import FinishReason, PolicyVersion
 
 # Set in the engine's process before vLLM is imported. No telemetry, no hub, no forked tokenizers.
@@ -75,13 +76,9 @@ class Policy:
 
     def write(self, pointer: Path) -> None:
         """Makes `pointer` (the policy file) name these weights, atomically."""
-        temporary = pointer.with_suffix(".tmp")
-        temporary.write_text(
-            json.dumps(
-                {"path": self.path, "lineage": self.version.lineage, "step": self.version.step}
-            )
-        )
-        temporary.replace(pointer)
+        version = self.version
+        said = {"path": self.path, "lineage": version.lineage, "step": version.step}
+        replace(pointer, json.dumps(said).encode())
 
     @staticmethod
     def read(pointer: Path) -> Policy | None:

@@ -8,23 +8,22 @@ id that is in the log.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, StreamingResponse
-from pydantic import BaseModel
 from ray import serve
 from ray.exceptions import RayActorError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine.pool import EnginePool
+from lightning_ray.gateway import operator
+from lightning_ray.gateway.bodies import Body, read
 from lightning_ray.gateway.dialects import (
     Dialect,
     anthropic_messages,
@@ -34,22 +33,8 @@ from lightning_ray.gateway.dialects import (
 from lightning_ray.gateway.dispatch import Dispatch
 from lightning_ray.gateway.errors import ApiError
 from lightning_ray.gateway.files import Files
-from lightning_ray.gateway.operator import Operator, invalid
 from lightning_ray.gateway.render import Renderer
 from lightning_ray.gateway.service import Service
-from lightning_ray.views import (
-    CallPage,
-    CallQuery,
-    Created,
-    Event,
-    EventPage,
-    NewEvent,
-    NewRollout,
-    PageQuery,
-    RolloutDetail,
-    RolloutPage,
-    RolloutQuery,
-)
 
 log = logging.getLogger("ray.serve")  # the only logger that Serve writes to the replica's file
 # Proxies in between must pass events on as they come.
@@ -63,6 +48,7 @@ _BYTES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-
 
 
 app = FastAPI(title="lightning_ray gateway", docs_url=None, redoc_url=None, responses=_REFUSALS)
+app.include_router(operator.router)
 
 
 @app.exception_handler(ApiError)
@@ -80,7 +66,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 @app.exception_handler(RequestValidationError)
 async def _bad_parameter(request: Request, error: RequestValidationError) -> Response:
-    return await _api_error(request, invalid(error.errors()[0]))
+    return await _api_error(request, operator.invalid(error.errors()[0]))
 
 
 @app.exception_handler(RayActorError)
@@ -95,14 +81,6 @@ async def _bug(request: Request, error: Exception) -> Response:
     return await _api_error(
         request, ApiError(500, f"This is a bug in lightning_ray; see {number} in the log.")
     )
-
-
-def _takes(model: type[BaseModel]) -> dict[str, Any]:
-    """Describes a body in the OpenAPI document. FastAPI does not read it: it would read bodies of
-    any size, from anybody."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)  # they are in the answers' models too
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _refusal(dialect: Dialect, error: ApiError) -> Response:
@@ -123,7 +101,7 @@ class GatewayDeployment:
         operator_hash: str | None,
     ) -> None:
         self._config = config
-        self._operator = Operator(config, store, operator_hash)
+        self._operator = operator.Operator(config, store, operator_hash)
         self._files = Files(store)
         self._service = Service(
             config,
@@ -133,6 +111,7 @@ class GatewayDeployment:
         )
 
     def __serve_build_asgi_app__(self) -> Dispatch:
+        self.app.state.operator = self._operator  # type: ignore[attr-defined]
         return Dispatch(self.app, self._call, _bug)  # type: ignore[attr-defined]
 
     @app.post("/rollout/{attempt_id}/v1/chat/completions")
@@ -154,7 +133,7 @@ class GatewayDeployment:
                 anthropic_messages.count_request,
                 attempt_id,
                 request.headers,
-                partial(self._body, request),
+                self._body(request),
             )
         except ApiError as error:
             return _refusal(anthropic_messages, error)
@@ -177,7 +156,7 @@ class GatewayDeployment:
 
     @app.post("/rollout/{rollout_id}/reward")
     async def reward(self, rollout_id: str, request: Request) -> Response:
-        body = partial(self._body, request)
+        body = self._body(request)
         return ORJSONResponse(await self._operator.reward(rollout_id, request.headers, body))
 
     # -- files for and from pods ----------------------------------------------------------------
@@ -189,49 +168,8 @@ class GatewayDeployment:
 
     @app.put("/rollout/{room}/files/result", status_code=204, response_class=Response)
     async def bring_result(self, room: str, request: Request) -> Response:
-        await self._files.bring(room, request.headers, partial(self._body, request))
+        await self._files.bring(room, request.headers, self._body(request))
         return Response(status_code=204)
-
-    # -- the operator API -----------------------------------------------------------------------
-
-    @app.get("/api/v1/rollouts")
-    async def list_rollouts(
-        self, request: Request, query: Annotated[RolloutQuery, Query()]
-    ) -> RolloutPage:
-        return await self._operator.rollouts(request.headers, query)
-
-    @app.post("/api/v1/rollouts", status_code=201, openapi_extra=_takes(NewRollout))
-    async def create_rollout(self, request: Request) -> Created:
-        return await self._operator.create(request.headers, partial(self._body, request))
-
-    @app.get("/api/v1/rollouts/{rollout_id}")
-    async def show_rollout(
-        self, rollout_id: str, request: Request, fields: bool = False
-    ) -> RolloutDetail:
-        return await self._operator.rollout(request.headers, rollout_id, fields)
-
-    @app.post("/api/v1/rollouts/{rollout_id}/cancel")
-    async def cancel_rollout(self, rollout_id: str, request: Request) -> RolloutDetail:
-        return await self._operator.cancel(request.headers, rollout_id)
-
-    @app.get("/api/v1/rollouts/{rollout_id}/calls")
-    async def list_calls(
-        self, rollout_id: str, request: Request, query: Annotated[CallQuery, Query()]
-    ) -> CallPage:
-        return await self._operator.calls(request.headers, rollout_id, query)
-
-    @app.get("/api/v1/rollouts/{rollout_id}/events")
-    async def list_events(
-        self, rollout_id: str, request: Request, query: Annotated[PageQuery, Query()]
-    ) -> EventPage:
-        return await self._operator.events(request.headers, rollout_id, query)
-
-    @app.post(
-        "/api/v1/rollouts/{rollout_id}/events", status_code=201, openapi_extra=_takes(NewEvent)
-    )
-    async def add_event(self, rollout_id: str, request: Request) -> Event:
-        body = partial(self._body, request)
-        return await self._operator.add_event(request.headers, rollout_id, body)
 
     @app.get("/healthz")
     async def health(self) -> Response:
@@ -239,7 +177,7 @@ class GatewayDeployment:
 
     async def _call(self, dialect: Dialect, attempt_id: str, request: Request) -> Response:
         try:
-            body = partial(self._body, request)
+            body = self._body(request)
             answer = await self._service.answer(dialect, attempt_id, request.headers, body)
         except ApiError as error:
             return _refusal(dialect, error)
@@ -258,24 +196,5 @@ class GatewayDeployment:
         }
         return ORJSONResponse({"object": "list", "data": [policy]})
 
-    async def _body(self, request: Request) -> bytes:
-        if request.headers.get("content-encoding", "identity").lower() != "identity":
-            raise ApiError(415, "The body is compressed; send it as it is.")
-        limits = self._config.gateway
-        most, seconds = limits.max_body_mib << 20, limits.body_timeout_s
-        declared = request.headers.get("content-length", "0")
-        received = bytearray()
-        try:
-            if not declared.isdigit() or int(declared) <= most:
-                async with asyncio.timeout(seconds):
-                    async for chunk in request.stream():
-                        received += chunk
-                        if len(received) > most:
-                            break
-                    else:
-                        return bytes(received)
-        except TimeoutError as error:
-            raise ApiError(408, f"The body did not come within {seconds:g} s.") from error
-        except ClientDisconnect as error:
-            raise ApiError(400, "The client left before its body had come.") from error
-        raise ApiError(413, f"The body is larger than {limits.max_body_mib} MiB.")
+    def _body(self, request: Request) -> Body:
+        return partial(read, request, self._config.gateway)

@@ -1,14 +1,17 @@
-"""Request bodies: decoding, and when two of them are the same request."""
+"""Request bodies: reading, decoding, and when two of them are the same request."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
+from starlette.requests import ClientDisconnect, Request
 
+from lightning_ray.config import GatewaySection
 from lightning_ray.gateway.errors import ApiError, bad
 
 # Levels of JSON that every part of ours, of vLLM and of a chat template can walk and print.
@@ -20,6 +23,33 @@ _VOLATILE = frozenset({"stream", "stream_options", "metadata", "client_metadata"
 
 # Reads a request's body: after the key was checked, so that nothing of a stranger's is read.
 Body = Callable[[], Awaitable[bytes]]
+
+
+async def read(request: Request, limits: GatewaySection) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: 400, 408, 413 or 415: it is compressed, too large or too slow, or its sender left.
+    """
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(415, "The body is compressed; send it as it is.")
+    most, seconds = limits.max_body_mib << 20, limits.body_timeout_s
+    declared = request.headers.get("content-length", "0")
+    received = bytearray()
+    try:
+        if not declared.isdigit() or int(declared) <= most:
+            async with asyncio.timeout(seconds):
+                async for chunk in request.stream():
+                    received += chunk
+                    if len(received) > most:
+                        break
+                else:
+                    return bytes(received)
+    except TimeoutError as error:
+        raise ApiError(408, f"The body did not come within {seconds:g} s.") from error
+    except ClientDisconnect as error:
+        raise ApiError(400, "The client left before its body had come.") from error
+    raise ApiError(413, f"The body is larger than {limits.max_body_mib} MiB.")
 
 
 def decode(body: bytes) -> dict[str, Any]:

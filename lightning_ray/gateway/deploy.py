@@ -31,7 +31,7 @@ from ray._private import state
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from lightning_ray.config import GatewaySection, RunConfig
-from lightning_ray.gateway.access import hash_key
+from lightning_ray.store.keys import hash_key
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 Reads and events go to the store; rollouts are created and cancelled by the run's controller, which
 is looked up by name when it is needed, since it starts after the gateway.
 
-Invariants: a grader's key posts the reward of one rollout, once, and opens nothing else; the other
-methods want the operator's key before they do anything; what a request has wrong is a 4xx.
+Invariants: a grader's key posts the reward of one rollout, once, and opens nothing else; the routes
+of `router` want the operator's key before anything else; what a request has wrong is a 4xx.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import orjson
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, ValidationError
 from ray.exceptions import RayActorError
 
 from lightning_ray.config import RunConfig
 from lightning_ray.gateway import access
-from lightning_ray.gateway.bodies import Body, decode
+from lightning_ray.gateway.bodies import Body, decode, read
 from lightning_ray.gateway.errors import ApiError, bad
 from lightning_ray.records import Reward, RolloutSpec, Task
 from lightning_ray.rollouts import handle
 from lightning_ray.store.errors import DuplicateReward, StoreError
+from lightning_ray.store.keys import hash_key
 from lightning_ray.views import (
     CallPage,
     CallQuery,
@@ -52,7 +54,7 @@ class Operator:
     the operator's key, None if it is the store's own."""
 
     def __init__(self, config: RunConfig, store: Any, key_hash: str | None) -> None:
-        self._config, self._store, self._key_hash = config, store, key_hash
+        self.config, self.store, self._key_hash = config, store, key_hash
 
     async def reward(
         self, rollout_id: str, headers: Mapping[str, str], body: Body
@@ -63,8 +65,8 @@ class Operator:
             ApiError: 401, 404, 400 (not a reward), 409 (it has another one already).
         """
         key = access.key_of(headers)
-        expected = await self._store.grader_key.remote(rollout_id)
-        access.check(access.hash_key(expected), key)
+        expected = await self.store.grader_key.remote(rollout_id)
+        access.check(hash_key(expected), key)
         data = decode(await body())
         try:
             reward = Reward(data["reward"], data.get("solved", False), data.get("metrics", {}))
@@ -73,7 +75,7 @@ class Operator:
         except (ValueError, AttributeError, TypeError) as error:
             raise ApiError(400, f"Not a reward: {error}", param="reward") from error
         try:
-            await self._store.post_reward.remote(rollout_id, reward, "post")
+            await self.store.post_reward.remote(rollout_id, reward, "post")
         except DuplicateReward as error:
             raise ApiError(409, f"Rollout {rollout_id} already has another reward.") from error
         except StoreError as error:
@@ -83,97 +85,112 @@ class Operator:
     async def check(self, headers: Mapping[str, str]) -> None:
         """Raises `ApiError` (401) unless the request carries the operator's key."""
         key = access.key_of(headers)
-        expected = self._key_hash or access.hash_key(await self._store.operator_key.remote())
+        expected = self._key_hash or hash_key(await self.store.operator_key.remote())
         access.check(expected, key)
 
-    async def rollouts(self, headers: Mapping[str, str], query: RolloutQuery) -> RolloutPage:
-        await self.check(headers)
-        page: RolloutPage = await self._store.list_rollouts.remote(query)
-        return page
-
-    async def rollout(
-        self, headers: Mapping[str, str], rollout_id: str, with_fields: bool
-    ) -> RolloutDetail:
-        await self.check(headers)
-        return await self._detail(rollout_id, with_fields)
-
-    async def create(self, headers: Mapping[str, str], body: Body) -> Created:
-        """Queues a rollout, a group of its own that no training step waits for. Asked for again
-        under the id that the caller chose, it is the rollout that there is.
-
-        Raises:
-            ApiError: 401, 400, 409 (the id belongs to another rollout), 503 (no controller runs).
-        """
-        await self.check(headers)
-        new = _parse(NewRollout, await body())
-        rollout_id = new.rollout_id or f"op-{uuid.uuid4().hex}"
-        task = Task(new.task_id, new.statement, new.fields)
-        spec = RolloutSpec(rollout_id, rollout_id, task, new.split, new.step)
-        if await self._controller("submit", [spec]):
-            raise ApiError(
-                409,
-                f"Rollout {rollout_id!r} exists, with another task or split.",
-                param="rollout_id",
-            )
-        return Created(rollout_id=rollout_id)
-
-    async def cancel(self, headers: Mapping[str, str], rollout_id: str) -> RolloutDetail:
-        """Ends a rollout; when this returns, its harness is dead.
-
-        Raises:
-            ApiError: 401, 404, 409 (it is over, or nobody runs it), 503 (no controller runs).
-        """
-        await self.check(headers)
-        known = await self._detail(rollout_id)
-        if known.state.final:
-            raise ApiError(409, f"Rollout {rollout_id} is over: {known.state}.")
-        if not await self._controller("cancel", [rollout_id]):
-            raise ApiError(409, f"Rollout {rollout_id} is not in this run's queue.")
-        return await self._detail(rollout_id)
-
-    async def calls(
-        self, headers: Mapping[str, str], rollout_id: str, query: CallQuery
-    ) -> CallPage:
-        await self.check(headers)
-        page: CallPage | None = await self._store.list_calls.remote(rollout_id, query)
-        return _found(page, rollout_id, "" if query.attempt is None else f", try {query.attempt}")
-
-    async def events(
-        self, headers: Mapping[str, str], rollout_id: str, query: PageQuery
-    ) -> EventPage:
-        await self.check(headers)
-        page: EventPage | None = await self._store.list_events.remote(rollout_id, query)
-        return _found(page, rollout_id)
-
-    async def add_event(self, headers: Mapping[str, str], rollout_id: str, body: Body) -> Event:
-        """Stores an event; when this returns, it is on disk."""
-        await self.check(headers)
-        new = _parse(NewEvent, await body())
-        if (size := len(orjson.dumps(new.data))) > MOST_EVENT_BYTES:
-            raise ApiError(
-                413, f"`data` has {size} bytes, {MOST_EVENT_BYTES} may be.", param="data"
-            )
-        at = time.time() if new.time is None else new.time
-        event: Event | None = await self._store.add_event.remote(
-            uuid.uuid4().hex, rollout_id, new.kind, new.data, at
-        )
-        return _found(event, rollout_id)
-
-    async def _detail(self, rollout_id: str, with_fields: bool = False) -> RolloutDetail:
-        detail: RolloutDetail | None = await self._store.show_rollout.remote(
-            rollout_id, with_fields
-        )
+    async def detail(self, rollout_id: str, with_fields: bool = False) -> RolloutDetail:
+        detail: RolloutDetail | None = await self.store.show_rollout.remote(rollout_id, with_fields)
         return _found(detail, rollout_id)
 
-    async def _controller(self, method: str, *args: Any) -> Any:
+    async def controller(self, method: str, *args: Any) -> Any:
         try:
-            actor = await asyncio.to_thread(handle.find, self._config)
+            actor = await asyncio.to_thread(handle.find, self.config)
         except ValueError as error:
             raise ApiError(503, "No controller runs: the run is starting or ending.") from error
         try:
             return await getattr(actor, method).remote(*args)
         except (RayActorError, handle.ControllerStopped) as error:
             raise ApiError(503, "The controller has stopped: the run is ending.") from error
+
+
+async def _allowed(request: Request) -> Operator:
+    """Serves a request that carries the operator's key.
+
+    Raises:
+        ApiError: 401, it carries another key or none.
+    """
+    operator: Operator = request.app.state.operator
+    await operator.check(request.headers)
+    return operator
+
+
+_Allowed = Annotated[Operator, Depends(_allowed)]
+# What FastAPI checks of a query or path comes after the key, and so does all that a route does.
+router = APIRouter(prefix="/api/v1", dependencies=[Depends(_allowed)])
+
+
+def _takes(model: type[BaseModel]) -> dict[str, Any]:
+    """Describes a body in the OpenAPI document. FastAPI does not read it: it would read bodies of
+    any size, from anybody."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)  # they are in the answers' models too
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+@router.get("/rollouts")
+async def list_rollouts(operator: _Allowed, query: Annotated[RolloutQuery, Query()]) -> RolloutPage:
+    page: RolloutPage = await operator.store.list_rollouts.remote(query)
+    return page
+
+
+@router.post("/rollouts", status_code=201, openapi_extra=_takes(NewRollout))
+async def create_rollout(operator: _Allowed, request: Request) -> Created:
+    """Queues a rollout, a group of its own that no training step waits for. Asked for again under
+    the id that the caller chose, it is the rollout that there is."""
+    new = _parse(NewRollout, await read(request, operator.config.gateway))
+    rollout_id = new.rollout_id or f"op-{uuid.uuid4().hex}"
+    task = Task(new.task_id, new.statement, new.fields)
+    spec = RolloutSpec(rollout_id, rollout_id, task, new.split, new.step)
+    if await operator.controller("submit", [spec]):
+        raise ApiError(
+            409, f"Rollout {rollout_id!r} exists, with another task or split.", param="rollout_id"
+        )
+    return Created(rollout_id=rollout_id)
+
+
+@router.get("/rollouts/{rollout_id}")
+async def show_rollout(operator: _Allowed, rollout_id: str, fields: bool = False) -> RolloutDetail:
+    return await operator.detail(rollout_id, fields)
+
+
+@router.post("/rollouts/{rollout_id}/cancel")
+async def cancel_rollout(operator: _Allowed, rollout_id: str) -> RolloutDetail:
+    """Ends a rollout; when this returns, its harness is dead."""
+    known = await operator.detail(rollout_id)
+    if known.state.final:
+        raise ApiError(409, f"Rollout {rollout_id} is over: {known.state}.")
+    if not await operator.controller("cancel", [rollout_id]):
+        raise ApiError(409, f"Rollout {rollout_id} is not in this run's queue.")
+    return await operator.detail(rollout_id)
+
+
+@router.get("/rollouts/{rollout_id}/calls")
+async def list_calls(
+    operator: _Allowed, rollout_id: str, query: Annotated[CallQuery, Query()]
+) -> CallPage:
+    page: CallPage | None = await operator.store.list_calls.remote(rollout_id, query)
+    return _found(page, rollout_id, "" if query.attempt is None else f", try {query.attempt}")
+
+
+@router.get("/rollouts/{rollout_id}/events")
+async def list_events(
+    operator: _Allowed, rollout_id: str, query: Annotated[PageQuery, Query()]
+) -> EventPage:
+    page: EventPage | None = await operator.store.list_events.remote(rollout_id, query)
+    return _found(page, rollout_id)
+
+
+@router.post("/rollouts/{rollout_id}/events", status_code=201, openapi_extra=_takes(NewEvent))
+async def add_event(operator: _Allowed, rollout_id: str, request: Request) -> Event:
+    """Stores an event; when this returns, it is on disk."""
+    new = _parse(NewEvent, await read(request, operator.config.gateway))
+    if (size := len(orjson.dumps(new.data))) > MOST_EVENT_BYTES:
+        raise ApiError(413, f"`data` has {size} bytes, {MOST_EVENT_BYTES} may be.", param="data")
+    at = time.time() if new.time is None else new.time
+    event: Event | None = await operator.store.add_event.remote(
+        uuid.uuid4().hex, rollout_id, new.kind, new.data, at
+    )
+    return _found(event, rollout_id)
 
 
 def _found(answer: _Found | None, rollout_id: str, part: str = "") -> _Found:

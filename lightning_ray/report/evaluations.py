@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_ray.config import ConfigError
+from lightning_ray.files import replace
 from lightning_ray.records import Json, Outcome
 from lightning_ray.report import statistics
 from lightning_ray.report.statistics import Comparison, Estimate, Tally
@@ -235,12 +235,11 @@ def write(evaluation: Evaluation, folder: Path) -> list[Path]:
         "all_seconds": sum(rollout.seconds for rollout in evaluation.rollouts),
     }
     made = [folder / f"{evaluation.name}.json"]
-    _replace(
-        made[0], json.dumps({"summary": summary} | evaluation.model_dump(mode="json"), indent=1)
-    )
+    whole = {"summary": summary} | evaluation.model_dump(mode="json")
+    replace(made[0], json.dumps(whole, indent=1).encode())
     for sample, rows in predictions(evaluation).items():
         made.append(folder / f"{evaluation.name}.predictions-{sample}.jsonl")
-        _replace(made[-1], "".join(json.dumps(row) + "\n" for row in rows))
+        replace(made[-1], "".join(json.dumps(row) + "\n" for row in rows).encode())
     return made
 
 
@@ -271,10 +270,3 @@ def _cost(values: Sequence[float]) -> Cost:
         float(np.percentile(values, 95)),
         math.fsum(values),
     )
-
-
-def _replace(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)

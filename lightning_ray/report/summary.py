@@ -27,7 +27,7 @@ class Score:
     reward: float
     sampled_tokens: float
     calls: float
-    seconds: float
+    rollout_seconds: float
     failed: int = 0
 
     @property
@@ -47,7 +47,7 @@ def final_table(before: Score | None, after: Score | None) -> Table:
         ("mean reward", "reward", "{:.3f}"),
         ("tokens per rollout", "sampled_tokens", "{:.1f}"),
         ("calls per rollout", "calls", "{:.1f}"),
-        ("seconds per rollout", "seconds", "{:.1f}"),
+        ("seconds per rollout", "rollout_seconds", "{:.1f}"),
     ):
         old, new = (getattr(score, field, None) for score in (before, after))
         change = "" if old is None or new is None else form.replace(":", ":+").format(new - old)

@@ -14,7 +14,6 @@ store or of this code is raised by the next `next_finished`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,6 +46,7 @@ from lightning_ray.rollouts.local import (
 from lightning_ray.rollouts.places import in_pod
 from lightning_ray.rollouts.sandbox import wanted
 from lightning_ray.store.attempts import Known, Open
+from lightning_ray.store.keys import hash_key
 
 if TYPE_CHECKING:
     from lightning_ray.rollouts.pods.attempts import Pods
@@ -223,8 +223,7 @@ class RolloutController:
             ended = await self._pods.resume(attempt)
         else:
             key, pods = secrets.token_urlsafe(32), self._pods_of(attempt)
-            harness_key = pods.harness_key(key) if pods else key
-            key_hash = hashlib.sha256(harness_key.encode()).hexdigest()
+            key_hash = hash_key(pods.harness_key(key) if pods else key)
             await self._store.start_attempt.remote(
                 attempt_id, attempt.spec.rollout_id, attempt.number, key_hash, time.time()
             )

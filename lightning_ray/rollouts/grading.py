@@ -30,11 +30,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from lightning_ray.files import PRIVATE, replace
 from lightning_ray.records import Json, Outcome, Reward, Split, Task
 from lightning_ray.rollouts import process
 from lightning_ray.rollouts.process import EndedBy, Limits
 from lightning_ray.rollouts.sandbox import Wanted, for_graders
-from lightning_ray.store.keys import write_private
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def advance(
 def ask_outside(path: Path, wanted: Json) -> None:
     """Leaves what a grader outside needs, readable by the operator only."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_private(path, json.dumps(wanted).encode())
+    replace(path, json.dumps(wanted).encode(), durable=True, mode=PRIVATE)
 
 
 def has_room(grader: str | None) -> bool:

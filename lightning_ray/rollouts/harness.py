@@ -63,50 +63,42 @@ class Values:
 class Recipe(BaseModel):
     """How one harness is installed and started."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9._-]*$", description="Name, also of its cache folder."
-    )
-    version: str = Field("", description="Version of the harness, for people.")
-    packages: list[str] = Field(
-        default_factory=list, description="pip requirements of the harness."
-    )
-    npm: list[str] = Field(
-        default_factory=list,
-        description="npm packages of the harness; commands are in {venv}/node_modules/.bin.",
-    )
-    python: str = Field(
-        "",
-        pattern=r"^(3\.[0-9]+)?$",
-        description="Oldest Python that the packages work with, as 3.12; they get ours by default.",
-    )
-    lock: str | None = Field(
-        None,
-        description="File beside the recipe that pins every package; `packages` is then a comment.",
-    )
-    command: list[str] = Field(
-        min_length=1, description="Program and arguments, with {placeholders}."
-    )
-    env: dict[str, str] = Field(
-        default_factory=dict, description="Environment; {api_key} belongs here."
-    )
-    files: dict[str, str] = Field(
-        default_factory=dict,
-        description="Files written before the start: path (below {home}) to content.",
-    )
-    cwd: str = Field("{workspace}", description="Folder that the harness starts in.")
-    preload: list[str] = Field(
-        default_factory=list,
-        description="Modules of a Python harness that are imported once per machine instead of "
-        "in every attempt; the command must be a script of {venv}/bin. Name libraries, not the "
-        "harness itself: they see only the entries of `env` without placeholders.",
-    )
-    artifacts: list[str] = Field(
-        default_factory=list, description="Files and folders kept beside the harness's log."
-    )
-    recipe_dir: str = Field("", description="Folder of the recipe; filled in when it is read.")
-    lock_text: str = Field("", description="Contents of `lock`; filled in when it is read.")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    """Name, also of its cache folder."""
+    version: str = ""
+    """Version of the harness, for people."""
+
+    packages: list[str] = Field(default_factory=list)
+    """pip requirements of the harness."""
+    npm: list[str] = Field(default_factory=list)
+    """npm packages of the harness; commands are in {venv}/node_modules/.bin."""
+    python: str = Field("", pattern=r"^(3\.[0-9]+)?$")
+    """Oldest Python that the packages work with, as 3.12; they get ours by default."""
+    lock: str | None = None
+    """File beside the recipe that pins every package; `packages` is then a comment."""
+
+    command: list[str] = Field(min_length=1)
+    """Program and arguments, with {placeholders}."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment; {api_key} belongs here."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """Files written before the start: path (below {home}) to content."""
+    cwd: str = "{workspace}"
+    """Folder that the harness starts in."""
+    preload: list[str] = Field(default_factory=list)
+    """Modules of a Python harness that are imported once per machine instead of in every attempt;
+    the command must be a script of {venv}/bin. Name libraries, not the harness itself: they see
+    only the entries of `env` without placeholders."""
+
+    artifacts: list[str] = Field(default_factory=list)
+    """Files and folders kept beside the harness's log."""
+
+    recipe_dir: str = ""
+    """Folder of the recipe; filled in when it is read."""
+    lock_text: str = ""
+    """Contents of `lock`; filled in when it is read."""
 
     @model_validator(mode="after")
     def _placeholders(self) -> Recipe:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import filelock
 
+from lightning_ray.files import cache_root
 from lightning_ray.rollouts.harness import Recipe
 
 _DONE = "installed"  # written last: an environment without it is half an installation
@@ -40,8 +41,7 @@ def install(recipe: Recipe) -> Path | None:
     identity += f"python {recipe.python}\n" * bool(recipe.python)
     identity += "".join(f"npm {package}\n" for package in recipe.npm)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    root = Path(os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray").expanduser()
-    venv = root / "harnesses" / f"{recipe.name}-{digest}"
+    venv = cache_root() / "harnesses" / f"{recipe.name}-{digest}"
     if (venv / _DONE).exists():
         return venv
     venv.parent.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lightning_ray.config import ConfigError, RunConfig
+from lightning_ray.files import cache_root
 from lightning_ray.rollouts import process, syscalls
 from lightning_ray.rollouts.places import IN_SANDBOX, Places
 from lightning_ray.rollouts.process import Limits, Sandbox
@@ -141,8 +142,7 @@ def steady() -> Protection:
 
 def _seen() -> Path:
     """Remembers what worked on this machine."""
-    root = Path(os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray").expanduser()
-    return root / "sandbox" / machine()
+    return cache_root() / "sandbox" / machine()
 
 
 def machine() -> str:

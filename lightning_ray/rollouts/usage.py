@@ -213,13 +213,7 @@ class Cgroup:
         return 0
 
 
-def make_cgroup(
-    name: str,
-    memory_bytes: int,
-    processes: int,
-    mounted: Path = Path("/sys/fs/cgroup"),
-    ours: Path = Path("/proc/self/cgroup"),
-) -> Cgroup | None:
+def make_cgroup(name: str, memory_bytes: int, processes: int) -> Cgroup | None:
     """A group called `name` for a program with these limits; None where it cannot be made."""
     memory, tasks = int(memory_bytes * _MEMORY_SLACK), processes * _TASKS_PER_PROCESS
     limits = {
@@ -227,7 +221,8 @@ def make_cgroup(
         "memory.memsw.limit_in_bytes": memory, "pids.max": tasks,
     }  # fmt: skip
     with contextlib.suppress(OSError):
-        if parents := _parents(mounted, ours.read_text()):
+        ours = Path("/proc/self/cgroup").read_text()
+        if parents := _parents(Path("/sys/fs/cgroup"), ours):
             return Cgroup([parent / name for parent in parents], limits)
     return None
 

@@ -4,7 +4,6 @@
 gateway, controller) and the trainer. `data.py` orders the tasks, `groups.py` says which groups an
 update takes and `collection.py` has them run, `sync.py` brings the weights to the engines,
 `checkpoint.py` and `storage.py` keep what a run resumes from, `ending.py` what it leaves behind.
-`command.py` is the command line of a job, `rehearsal.py` a small run of its configuration,
-`cluster.py` connects to Ray, `waiting.py` and `telling.py` are for people who wait;
-`evaluation.py` is pass@k of finished models.
+`command.py` is the command line of a job, `cluster.py` connects to Ray, `waiting.py` and
+`telling.py` are for people who wait; `evaluation.py` is pass@k of finished models.
 """

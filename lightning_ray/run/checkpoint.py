@@ -16,11 +16,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from lightning_ray.files import fsync, replace
 from lightning_ray.records import PolicyVersion
 from lightning_ray.run.cycle import Position
 from lightning_ray.run.groups import Group
 from lightning_ray.run.storage import BEST, STATE, Mirror
-from lightning_ray.store.log import fsync
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,8 @@ class Checkpoints:
         tie)."""
         best = self.best()
         if best is None or score >= best[1]:
-            temporary = self._root / "best.tmp"
-            temporary.write_text(json.dumps({"step": step, "score": score}))
-            fsync(temporary)
-            temporary.replace(self._root / BEST)
+            mark = json.dumps({"step": step, "score": score})
+            replace(self._root / BEST, mark.encode(), durable=True)
             fsync(self._root)
             self.settle()
             self._prune()

@@ -28,10 +28,15 @@ if TYPE_CHECKING:
     from lightning_ray.run.evaluation import Job
 
 ModelResolver = Callable[[str], Path]
+# The overrides that make a configuration small enough for two cores.
+Rehearsal = Callable[[RunConfig], list[str]]
 
 
-def parse(argv: Sequence[str], default: Path) -> tuple[RunConfig, bool]:
-    """The configuration, and whether this is a dry run.
+def parse(
+    argv: Sequence[str], default: Path, rehearsal: Rehearsal | None = None
+) -> tuple[RunConfig, bool]:
+    """The configuration, and whether this is a dry run. A job without a `rehearsal` has no
+    --rehearse.
 
     Raises:
         ConfigError: see `config.load`.
@@ -42,11 +47,13 @@ def parse(argv: Sequence[str], default: Path) -> tuple[RunConfig, bool]:
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="run this configuration small: a tiny model, the embedded tasks, no GPU, two steps",
-    )
+    if rehearsal:
+        parser.add_argument(
+            "--rehearse",
+            action="store_true",
+            help="run this configuration small: "
+            "a tiny model, the embedded tasks, no GPU, two steps",
+        )
     options = parser.parse_intermixed_args(argv)  # options may stand anywhere
     files = [argument for argument in options.arguments if "=" not in argument]
     if len(files) > 1:
@@ -54,18 +61,21 @@ def parse(argv: Sequence[str], default: Path) -> tuple[RunConfig, bool]:
     overrides = [argument for argument in options.arguments if "=" in argument]
     file = files[0] if files else default
     config = configuration.load(file, overrides)
-    if options.rehearse:
-        from lightning_ray.run import rehearsal
-
-        config = configuration.load(file, [*rehearsal.overrides(config), *overrides])
+    if rehearsal and options.rehearse:
+        config = configuration.load(file, [*rehearsal(config), *overrides])
     return config, options.dry_run
 
 
-def main(default: Path, resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int:
+def main(
+    default: Path,
+    resolve_model: ModelResolver,
+    argv: Sequence[str] | None = None,
+    rehearsal: Rehearsal | None = None,
+) -> int:
     """Runs a training job; returns the exit status."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        config, dry_run = parse(arguments, default)
+        config, dry_run = parse(arguments, default, rehearsal)
         if dry_run:
             _dry_run(config)
             return 0

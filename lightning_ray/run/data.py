@@ -116,19 +116,10 @@ def training_specs(
     ]
 
 
-def validation_specs(
-    tasks: Sequence[Task], version: PolicyVersion, samples: int = 1
-) -> list[RolloutSpec]:
-    """`samples` rollouts of every validation task for the weights `version`."""
-    prefix = f"v{version.step:05d}-{version.lineage}"
+def validation_specs(tasks: Sequence[Task], version: PolicyVersion) -> list[RolloutSpec]:
+    """A rollout of every validation task for the weights `version`."""
+    groups = [f"v{version.step:05d}-{version.lineage}-t{i:04d}" for i in range(len(tasks))]
     return [
-        RolloutSpec(
-            f"{prefix}-t{i:04d}-r{k:02d}",
-            f"{prefix}-t{i:04d}",
-            task,
-            Split.VALIDATION,
-            version.step,
-        )
-        for i, task in enumerate(tasks)
-        for k in range(samples)
+        RolloutSpec(f"{group}-r00", group, task, Split.VALIDATION, version.step)
+        for group, task in zip(groups, tasks, strict=True)
     ]

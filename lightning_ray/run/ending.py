@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from lightning_ray import metrics
 from lightning_ray.records import Call, FinishedRollout, Outcome
@@ -39,36 +41,21 @@ def score(rollouts: Sequence[FinishedRollout], calls: Mapping[str, Sequence[Call
         reward=sum(reward.value for reward in rewards) / count,
         sampled_tokens=sum(len(call.tokens) for call in mine) / count,
         calls=len(mine) / count,
-        seconds=sum(r.running_s for r in good) / count,
+        rollout_seconds=sum(r.running_s for r in good) / count,
         failed=len(rollouts) - len(good),
     )
 
 
 def score_metrics(score: Score) -> dict[str, float]:
     """A score as metrics; `score_of` reads them again."""
-    return {
-        "validation/solve_rate": score.solve_rate,
-        "validation/rollouts": score.rollouts,
-        "validation/solved": score.solved,
-        "validation/reward": score.reward,
-        "validation/sampled_tokens": score.sampled_tokens,
-        "validation/calls": score.calls,
-        "validation/rollout_seconds": score.seconds,
-        "validation/failed": score.failed,
-    }
+    found = {f"validation/{name}": value for name, value in asdict(score).items()}
+    return {"validation/solve_rate": score.solve_rate, **found}
 
 
 def score_of(row: Mapping[str, float]) -> Score:
     """The score in a line of metrics."""
-    return Score(
-        rollouts=round(row["validation/rollouts"]),
-        solved=round(row["validation/solved"]),
-        reward=row["validation/reward"],
-        sampled_tokens=row["validation/sampled_tokens"],
-        calls=row["validation/calls"],
-        seconds=row["validation/rollout_seconds"],
-        failed=round(row["validation/failed"]),
-    )
+    found = {field.name: row[f"validation/{field.name}"] for field in fields(Score)}
+    return TypeAdapter(Score).validate_python(found)  # counts are floats in a line
 
 
 def write_transcripts(

@@ -11,7 +11,6 @@ above k remains.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from lightning_ray.files import replace
 from lightning_ray.samples.batch import Batch
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def path(run_dir: Path, step: int, kind: str = "batches") -> Path:
 
 def write(batch: Batch, run_dir: Path, step: int) -> Path:
     """Writes the batch of training step `step` (columns: `batch.ROW_SCHEMA`) and its ledger."""
-    _replace(batch.ledger.table, path(run_dir, step, "ledger"))
-    return _replace(batch.table, path(run_dir, step))
+    _write(batch.ledger.table, path(run_dir, step, "ledger"))
+    return _write(batch.table, path(run_dir, step))
 
 
 def truncate(run_dir: Path, after_step: int) -> None:
@@ -81,12 +81,12 @@ def find(run_dir: Path, rollout_id: str) -> tuple[int, pa.Table, pa.Table] | Non
 
 
 def _step(file: Path) -> int:
-    return int(file.stem.removeprefix("step-"))
+    return int(file.name.removeprefix("step-").partition(".")[0])
 
 
-def _replace(table: pa.Table, final: Path) -> Path:
+def _write(table: pa.Table, final: Path) -> Path:
     final.parent.mkdir(parents=True, exist_ok=True)
-    partial = final.with_suffix(".partial")
-    pq.write_table(table, partial)
-    os.replace(partial, final)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    replace(final, sink.getvalue())
     return final

@@ -12,8 +12,6 @@ or not at all.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import os
 import re
 import shutil
@@ -21,13 +19,13 @@ from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from lightning_ray.store.keys import write_private
+from lightning_ray.files import PRIVATE, replace
+from lightning_ray.store.keys import matches
 
 RESULT = "result"  # what a pod sends back
 ORDER = "order"  # what a pod is to do: handed to one pod only
 _KEY, _CLAIMANT = ".key", ".claimant"  # no file of a pod has such a name
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,239}")  # names of rooms and files
-_NO_HASH = "0" * 64  # of no key, so that a room that is not there takes as long to refuse
 
 
 class Refusal(StrEnum):
@@ -50,8 +48,9 @@ class Depot:
         folder = self._directory / room
         folder.mkdir(mode=0o700, parents=True)
         for name, content in files.items():
-            write_private(folder / name, content)
-        write_private(folder / _KEY, key_hash.encode())  # last: without it the room is closed
+            replace(folder / name, content, durable=True, mode=PRIVATE)
+        # The last one: without it the room is closed.
+        replace(folder / _KEY, key_hash.encode(), durable=True, mode=PRIVATE)
 
     def take(self, room: str, key: str, name: str, pod: str) -> bytes | Refusal:
         """What `pod` may read."""
@@ -68,7 +67,8 @@ class Depot:
         """Takes the room's result; of several the last one counts."""
         if self.opens(room, key):
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                write_private(self._directory / room / RESULT, content)
+                result = self._directory / room / RESULT
+                replace(result, content, durable=True, mode=PRIVATE)
                 return None
         return Refusal.KEY
 
@@ -100,12 +100,11 @@ class Depot:
 
     def opens(self, room: str, key: str) -> bool:
         """True if `key` is that of the room."""
-        expected = _NO_HASH
+        expected = None
         if _PLAIN.fullmatch(room):
             with contextlib.suppress(OSError):
                 expected = (self._directory / room / _KEY).read_text()
-        given = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-        return hmac.compare_digest(expected, given)
+        return matches(expected, key)
 
     def _claim(self, room: str, pod: str) -> bool:
         path = self._directory / room / _CLAIMANT

@@ -1,16 +1,33 @@
-"""The keys that are derived from a store's secret: graders' and the operator's.
+"""How keys are compared, and those that are derived from a store's secret: graders' and the
+operator's.
 
 The secret is `grader.key` in the store's folder. The operator's key also lies in `operator.key`
 next to that folder, for whoever may read the run directory. Both files are 0600.
+
+Invariant: keys are kept and compared as hashes, in constant time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 from pathlib import Path
+
+from lightning_ray.files import PRIVATE, replace
+
+# The hash of no key, so that what is not there takes as long to refuse.
+_NO_HASH = "0" * 64
+
+
+def hash_key(key: str) -> str:
+    """SHA-256 in hex: how keys are kept at rest."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def matches(expected_hash: str | None, key: str) -> bool:
+    """True if `key` has this hash (None: no key does)."""
+    return hmac.compare_digest(expected_hash or _NO_HASH, hash_key(key))
 
 
 class Keys:
@@ -19,9 +36,10 @@ class Keys:
     def __init__(self, directory: Path) -> None:
         path = directory / "grader.key"
         if not path.exists():
-            write_private(path, secrets.token_hex(32).encode())
+            replace(path, secrets.token_hex(32).encode(), durable=True, mode=PRIVATE)
         self._secret = bytes.fromhex(path.read_text())
-        write_private(directory.parent / "operator.key", self.operator().encode())
+        shown = directory.parent / "operator.key"
+        replace(shown, self.operator().encode(), durable=True, mode=PRIVATE)
 
     def grader(self, rollout_id: str) -> str:
         """Posts the reward of this rollout, and nothing else."""
@@ -33,17 +51,3 @@ class Keys:
 
     def _derive(self, purpose: str) -> str:
         return hmac.new(self._secret, purpose.encode(), hashlib.sha256).hexdigest()
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Writes a file, whole, that only its owner may read."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

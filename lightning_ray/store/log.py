@@ -26,6 +26,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from lightning_ray.files import fsync, replace
 from lightning_ray.store.errors import CorruptSegment
 
 log = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class CallLog:
         try:
             if end < len(data):
                 torn = path.with_name(f"{path.stem}-{end}.torn")
-                _write(torn, data[end:])
+                replace(torn, data[end:], durable=True)
                 self.torn.append(torn)
                 log.warning("%s: an unfinished write was cut off and kept in %s", path, torn.name)
                 os.ftruncate(fd, end)
@@ -219,9 +220,7 @@ class CallLog:
                 writer.write_batch(self._read_frame(frames, ordinal))
         data = sink.getvalue()
         sealed = self.directory / f"{segment:06d}-{zlib.crc32(data):08x}.arrow"
-        temporary = sealed.with_suffix(".tmp")
-        _write(temporary, data)
-        temporary.rename(sealed)
+        replace(sealed, data, durable=True)
         fsync(self.directory)
         self._sealed[segment] = sealed
         del self._frames[segment]
@@ -265,24 +264,3 @@ def _crc(path: Path) -> int:
         while chunk := file.read(1 << 20):
             crc = zlib.crc32(chunk, crc)
     return crc
-
-
-def _write(path: Path, data: bytes | pa.Buffer) -> None:
-    """Writes a file, whole and durable, or none."""
-    try:
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-
-
-def fsync(path: Path) -> None:
-    """Makes a file, or the names in a folder, durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 import re
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from lightning_ray.config import ConfigError
+from lightning_ray.files import cache_root
 
 HERE = Path(__file__).parent
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -72,8 +72,7 @@ def resolve(name_or_path: str, cache: Path | None = None) -> Path:
 
 
 def default_cache() -> Path:
-    root = os.environ.get("LIGHTNING_RAY_CACHE", "~/.cache/lightning_ray")
-    return Path(root).expanduser() / "models"
+    return cache_root() / "models"
 
 
 def _built_in(name: str, cache: Path) -> Path:

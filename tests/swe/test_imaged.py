@@ -27,7 +27,7 @@ from lightning_ray.rollouts.harness import Recipe
 from lightning_ray.rollouts.local import FamilyError, call_family
 from lightning_ray.rollouts.pods import changed, staging
 from lightning_ray.rollouts.pods.staging import PodLimits
-from lightning_ray.tasks.swe import benchmarks, cleanroom, layout, offline, sources
+from lightning_ray.tasks.swe import benchmarks, canaries, cleanroom, layout, offline, sources
 from lightning_ray.tasks.swe import repository as family
 from lightning_ray.tasks.swe.grading import GradingError
 from lightning_ray.tasks.swe.imaged import PAIRS
@@ -265,7 +265,7 @@ def test_every_run_is_laid_out_by_the_same_steps(site, monkeypatch):
     assert len(ours) == 1
     assert all(fresh == ["tests/test_add.py"] for _, _, fresh, _ in seen)
     original = TESTS["tests/test_add.py"]
-    mark = canary.below("", "tests", "calc.1")
+    mark = canaries.below("", "tests", "calc.1")
     assert left[0] == original + mark and len({*left}) > 1
     # A twin differs in a token of the same length.
     assert {(len(text), text.count(mark), text.endswith(mark)) for text in left} == {
@@ -273,7 +273,7 @@ def test_every_run_is_laid_out_by_the_same_steps(site, monkeypatch):
     }
 
 
-CANARY = canary.below("", "tests", "calc.1").encode()
+CANARY = canaries.below("", "tests", "calc.1").encode()
 FILES = {
     "ends.py": b"x = 1\n",
     "does_not_end.py": b"x = 1",

@@ -15,12 +15,12 @@ from images import ROWS
 from lightning_ray.config import ConfigError
 from lightning_ray.records import Outcome
 from lightning_ray.rollouts.grading import RoomOrder, RoomReport, RoomRun
-from lightning_ray.rollouts.pods import by_secret, entry, freedoms, manifest, staging
+from lightning_ray.rollouts.pods import entry, freedoms, manifest, staging
 from lightning_ray.rollouts.pods.manifest import Frame, Room
 from lightning_ray.rollouts.pods.outcomes import End
 from lightning_ray.rollouts.pods.template import JobTemplate, Names
 from lightning_ray.tasks.swe import evidence, imaged, layout
-from lightning_ray.tasks.swe.preparation import cluster, command, reference
+from lightning_ray.tasks.swe.preparation import by_secret, cluster, command, reference
 from lightning_ray.tasks.swe.preparation.reference import SuiteRun
 from lightning_ray.tasks.swe.record import RepositoryTask
 
@@ -77,7 +77,8 @@ def in_process(order: RoomOrder, folder: Path, most: int = by_secret.MOST_REPORT
     told.touch()
     text = files["order"].replace(b'"/lightning', f'"{folder}/volume'.encode())
     text = text.replace(entry.TERMINATION_LOG.encode(), str(told).encode())
-    room = Room("r", "", "", "grader", 9, by_secret.pack(text, files["workspace"]))
+    parts = by_secret.pack(text, files["workspace"])
+    room = Room("r", "", "", "grader", 9, parts, by_secret.BOOTSTRAP)
     template = JobTemplate(None, "image").render(RECORDS["swe-smith"].to_task(), NAMES)
     job = manifest.build(template, room, FRAME)
     holds = manifest.secret(job, "uid", room.secret)["stringData"]

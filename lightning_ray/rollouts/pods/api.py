@@ -23,10 +23,10 @@ import kubernetes
 import urllib3
 from kubernetes.client import ApiException
 
-from lightning_ray.cluster_sections import KubernetesSection
 from lightning_ray.config import ConfigError
 from lightning_ray.records import Json
 from lightning_ray.rollouts.pods.reconcile import Kind
+from lightning_ray.sections import KubernetesSection
 
 # What a request may raise when the API server is away, or whoever renews our token.
 OUTAGE = (urllib3.exceptions.HTTPError, OSError, kubernetes.config.ConfigException)

@@ -46,6 +46,7 @@ from lightning_ray.rollouts.pods.outcomes import End, finished
 from lightning_ray.rollouts.pods.staging import PodLimits, Stage
 from lightning_ray.rollouts.pods.template import Names, TemplateFault
 from lightning_ray.store.attempts import Open
+from lightning_ray.store.keys import hash_key
 
 # An attempt that an earlier life of the run began and that nobody asks for again.
 _UNCLAIMED_S = 600.0
@@ -329,8 +330,7 @@ class Pods:
         return AttemptResult(outcome, detail, read, node=where, lack=end.lack or "")
 
     async def _open(self, room: str, key: str, files: dict[str, bytes]) -> None:
-        key_hash = hashlib.sha256(key.encode()).hexdigest()
-        await self._store.open_room.remote(room, key_hash, files)
+        await self._store.open_room.remote(room, hash_key(key), files)
 
     async def _close(self, room: str) -> None:
         self._launcher.release(room)

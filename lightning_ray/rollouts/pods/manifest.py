@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_ray.records import Json
 from lightning_ray.rollouts import places
-from lightning_ray.rollouts.pods import by_secret, entry
+from lightning_ray.rollouts.pods import entry
 
 AGENT, GRADER = "agent", "grader"  # what a Job is for
 RUN_LABEL, ROLE_LABEL = "lightning-ray/run", "lightning-ray/role"
@@ -106,8 +106,8 @@ class Frame:
 
 @dataclass(frozen=True)
 class Room:
-    """What a pod is told: where its files are, and the key that opens them, or else `parts` of its
-    order (`by_secret`); `program_s` is the longest that its program takes."""
+    """What a pod is told: where its files are, and the key that opens them, or else the `parts` of
+    its order, and a `program` that reads these; `program_s` is the longest that it takes."""
 
     name: str
     url: str
@@ -115,6 +115,7 @@ class Room:
     role: str
     program_s: float
     parts: tuple[str, ...] = ()
+    program: str = BOOTSTRAP
 
     @property
     def secret(self) -> dict[str, str]:
@@ -191,8 +192,7 @@ def _fill_pod(pod: Json, frame: Frame) -> None:
 
 
 def _fill_container(container: Json, name: str, room: Room, frame: Frame) -> None:
-    program = by_secret.BOOTSTRAP if room.parts else BOOTSTRAP
-    container["command"] = [frame.python, "-I", "-c", program]
+    container["command"] = [frame.python, "-I", "-c", room.program]
     container.pop("args", None)
     container["terminationMessagePath"] = entry.TERMINATION_LOG
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"

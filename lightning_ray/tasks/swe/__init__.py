@@ -1,1 +1,2 @@
-"""Software-engineering tasks: `embedded` makes them, `workspace` lays out, `grading` judges."""
+"""Software-engineering tasks: `embedded` makes them, `workspace` lays out, `grading` judges;
+`rehearsal` makes a run of any configuration small."""

@@ -37,11 +37,10 @@ from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lightning_ray import canary
 from lightning_ray.records import Json, Reward, Split, Task
 from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomReport
-from lightning_ray.tasks.swe import twins
+from lightning_ray.tasks.swe import canaries, twins
 from lightning_ray.tasks.swe.cleanroom import converse, kill, wait, watched
 from lightning_ray.tasks.swe.protection import takes_too_much
 from lightning_ray.tasks.swe.workspace import acceptable, write_files
@@ -211,7 +210,7 @@ def _repository(task: Task, changes: dict[str, str | None]) -> dict[str, str] | 
     """
     secret = task.fields.get("twins", {}).keys()
     hidden = {
-        path: canary.below(text, "tests", task.task_id)
+        path: canaries.below(text, "tests", task.task_id)
         for path, text in task.fields["hidden_tests"].items()
     }
     if secret - hidden.keys():
@@ -274,7 +273,7 @@ def _exam(task: Task) -> Exam:
         for text in (source, *others):
             stem = f"test_{secrets.token_hex(4)}" if others else PurePosixPath(path).stem
             place = str(PurePosixPath(path).with_name(f"{stem}.py"))
-            sources[place] = canary.below(text, "tests", task.task_id)
+            sources[place] = canaries.below(text, "tests", task.task_id)
             here = {_module(place) + test.removeprefix(_module(path)): test for test in mine}
             if text is source:
                 names |= here

@@ -22,10 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_ray import canary
 from lightning_ray.records import Json
 from lightning_ray.rollouts.grading import RoomOrder, RoomRun
-from lightning_ray.tasks.swe import known, layout, patches, remote
+from lightning_ray.tasks.swe import canaries, known, layout, patches, remote
 from lightning_ray.tasks.swe.evidence import Judgement, Report, Suite, Verdict, failing, weigh
 from lightning_ray.tasks.swe.examination import Kind, RoomFault, Trial, with_twins
 from lightning_ray.tasks.swe.known import Known
@@ -54,7 +53,7 @@ Changes = Mapping[str, str | None]
 
 def bait(instance_id: str) -> str:
     """An object that nobody reads who does not look for what is not there."""
-    return f"fix of {instance_id}: {canary.mint('git')}\n"
+    return f"fix of {instance_id}: {canaries.mint('git')}\n"
 
 
 def setup(record: RepositoryTask) -> Json:
@@ -358,7 +357,7 @@ class _Examination:
             tests,
             self._suite,
             test_seconds=TEST_S,
-            canary=canary.below("", "tests", record.instance_id),
+            canary=canaries.below("", "tests", record.instance_id),
             most_bytes=self._most_bytes,
         )
         if trial.kind is not Kind.REFERENCE:

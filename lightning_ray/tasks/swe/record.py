@@ -23,7 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from lightning_ray import canary
 from lightning_ray.records import Json, Split, Task
-from lightning_ray.tasks.swe import patches
+from lightning_ray.tasks.swe import canaries, patches
 
 
 class Format(StrEnum):
@@ -189,7 +189,7 @@ class RepositoryTask(BaseModel):
         hidden |= {"eval_script"}
         fields = self.model_dump(mode="json", exclude=hidden, exclude_defaults=True)
         if fields.get("patch"):
-            fields["patch"] = f"# {canary.mint('gold', self.instance_id)}\n{fields['patch']}"
+            fields["patch"] = f"# {canaries.mint('gold', self.instance_id)}\n{fields['patch']}"
         return Task(self.instance_id, self.problem_statement, fields)
 
     @classmethod

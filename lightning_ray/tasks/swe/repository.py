@@ -24,10 +24,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lightning_ray import canary
 from lightning_ray.records import Json, Reward, Split, Task
 from lightning_ray.rollouts.grading import Episode, RoomOrder, RoomRun
 from lightning_ray.tasks.swe import (
+    canaries,
     cleanroom,
     examination,
     imaged,
@@ -260,7 +260,7 @@ def graded_tree(record: RepositoryTask) -> Tree:
     tree = offline.graded_tree(record)
     hidden = {test.partition("::")[0] for test in record.fail_to_pass} & tree.keys()
     return tree | {
-        path: canary.below(tree[path].decode(), "tests", record.instance_id).encode()
+        path: canaries.below(tree[path].decode(), "tests", record.instance_id).encode()
         for path in hidden
     }
 

@@ -28,6 +28,7 @@ from pathlib import Path
 import filelock
 from pydantic import BaseModel, ConfigDict, Field
 
+from lightning_ray.files import cache_root
 from lightning_ray.tasks.swe.evidence import Tree
 
 DATA = Path(__file__).with_name("data")
@@ -69,8 +70,7 @@ def packages() -> dict[str, Package]:
 
 
 def cache() -> Path:
-    root = os.environ.get("LIGHTNING_RAY_CACHE") or "~/.cache/lightning_ray"
-    return Path(root).expanduser() / "swe"
+    return cache_root() / "swe"
 
 
 @functools.cache

@@ -23,20 +23,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_ray import canary
 from lightning_ray.config import ConfigError, RunConfig, load
 from lightning_ray.records import Outcome, Split, Task
 from lightning_ray.rollouts.grading import RoomOrder, RoomReport, RoomRun
-from lightning_ray.rollouts.pods import by_secret, preflight, staging
+from lightning_ray.rollouts.pods import preflight, staging
 from lightning_ray.rollouts.pods.api import OUTAGE
 from lightning_ray.rollouts.pods.launcher import Launcher
 from lightning_ray.rollouts.pods.manifest import GRADER, Room
 from lightning_ray.rollouts.pods.outcomes import End
 from lightning_ray.rollouts.pods.template import Names
-from lightning_ray.tasks.swe import imaged, known, layout, patches, remote, repository
+from lightning_ray.tasks.swe import canaries, imaged, known, layout, patches, remote, repository
 from lightning_ray.tasks.swe.evidence import Suite
 from lightning_ray.tasks.swe.examination import Kind, RoomFault, Trial
 from lightning_ray.tasks.swe.patches import PatchError
+from lightning_ray.tasks.swe.preparation import by_secret
 from lightning_ray.tasks.swe.preparation.local import Local
 from lightning_ray.tasks.swe.preparation.reference import SuiteRun
 from lightning_ray.tasks.swe.record import Format, RecordError, RepositoryTask
@@ -111,7 +111,7 @@ def order(
         imaged.TEST_S,
         seed=seed,
         alone=sorted(patches.touched(record.patch)) if clean and fixed else (),
-        canary=canary.below("", "tests", record.instance_id),
+        canary=canaries.below("", "tests", record.instance_id),
         most_bytes=most_bytes,
     )
 
@@ -262,7 +262,7 @@ class Cluster:
             if self._stopped:
                 raise CancelledError
             name = f"{record.instance_id}.{secrets.token_hex(4)}"
-            room = Room(name, "", "", GRADER, wanted.timeout_s, parts)
+            room = Room(name, "", "", GRADER, wanted.timeout_s, parts, by_secret.BOOTSTRAP)
             names = Names(name, record.instance_id, record.instance_id, Split.TRAIN, "http://none")
             try:
                 end = await self._launcher.run(record.to_task(), room, names)
