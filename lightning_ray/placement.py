@@ -12,6 +12,7 @@ leave most of two CPUs to harnesses.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from dataclasses import dataclass
@@ -75,8 +76,31 @@ class PlacementError(RuntimeError):
 
 
 def detect() -> Device:
-    """GPU if the connected Ray cluster has any."""
-    return Device.GPU if ray.cluster_resources().get("GPU", 0) >= 1 else Device.CPU
+    """GPU if the connected Ray cluster has any, or may get one from its autoscaler."""
+    # For Ray's own libraries, but there is no other way to ask.
+    may_get = ray._private.state.state.get_max_resources_from_cluster_config() or {}
+    gpus = max(ray.cluster_resources().get("GPU", 0), may_get.get("GPU", 0))
+    return Device.GPU if gpus >= 1 else Device.CPU
+
+
+def seeing(folder: Path) -> list[str]:
+    """The ids of those nodes, as they are now, that see a folder which this one has; it is the
+    first."""
+    here = ray.get_runtime_context().get_node_id()
+    others = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != here]
+    looks = {
+        _unseen.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote({folder: folder}): node
+        for node in others
+    }
+    looked, _ = ray.wait(list(looks), num_returns=len(looks), timeout=LOOK_S) if looks else ([], [])
+    found = [here]
+    for look in looked:
+        with contextlib.suppress(ray.exceptions.RayError):  # that node is gone
+            if not ray.get(look)[1]:
+                found.append(looks[look])
+    return found
 
 
 def weight_sync_way(config: RunConfig, device: Device) -> WeightSyncWay:

@@ -23,7 +23,7 @@ from ray._private import state
 from test_rollouts_controller import Run
 
 from lightning_ray.config import RunConfig
-from lightning_ray.placement import Device, reserve
+from lightning_ray.placement import Device, detect, reserve
 
 # Longest wait, in seconds, for nodes to come or go on two busy cores.
 NODES_S = 240
@@ -89,7 +89,12 @@ def main(folder: Path) -> None:
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path)}},
     )
     with watched():
-        reserve(RunConfig(), Device.GPU, wait_s=NODES_S)
+        # Nobody has a GPU yet, and the autoscaler says that there may be one.
+        deadline = time.monotonic() + NODES_S
+        while detect() is not Device.GPU:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        reserve(RunConfig(), wait_s=NODES_S)
         # Two harnesses fit a node, and four are allowed: a collecting phase of two waves.
         run = Run(folder, rollout={"cpus": 2, "concurrency": 4, "timeout_s": 8})
         collect(run, "first", 6)

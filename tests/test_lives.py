@@ -18,6 +18,7 @@ from kube_api import KubeApi
 from test_store import make_call, make_spec
 
 from lightning_ray.config import ConfigError, RunConfig, load
+from lightning_ray.placement import Device
 from lightning_ray.records import Outcome
 from lightning_ray.report.console import Console
 from lightning_ray.rollouts import harness
@@ -309,7 +310,8 @@ def test_an_outage_while_a_run_goes_on_by_itself_does_not_end_it(
             super().__init__(*args)
             made.append(self)
 
-    def reserve(_: RunConfig) -> Any:
+    def reserve(_: RunConfig, device: Device | None) -> Any:
+        assert device is None
         stack = made[-1]
         if len(made) == 1:
             ray.get(stack.store.create_rollouts.remote([make_spec()]))

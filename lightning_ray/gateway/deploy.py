@@ -30,6 +30,7 @@ from ray import serve
 from ray._private import state
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
+from lightning_ray import placement
 from lightning_ray.config import GatewaySection, RunConfig
 from lightning_ray.store.keys import hash_key
 
@@ -248,14 +249,18 @@ def start(config: RunConfig, model_dir: Path, engines: list[Any], store: Any) ->
     if _has_haproxy(gateway):
         _own_folder(_proxy_folder(gateway.port))
     serve.start(http_options={"host": gateway.host, "port": gateway.port})
-    nodes = sum(node["Alive"] for node in ray.nodes())
+    # A replica reads the tokenizer: on a node without the model's folder it would fail for ever.
+    nodes = placement.seeing(model_dir)
     deployment = serve.deployment(GatewayDeployment).options(
         name="gateway",
         num_replicas=gateway.replicas,
         # Else Serve may put all of them on one.
-        max_replicas_per_node=math.ceil(gateway.replicas / nodes),
+        max_replicas_per_node=math.ceil(gateway.replicas / len(nodes)),
         max_ongoing_requests=MOST_REQUESTS,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={
+            "num_cpus": 0,
+            "label_selector": {placement.NODE_LABEL: f"in({','.join(nodes)})"},
+        },
         # Harnesses are gone when the gateway stops; nothing is left to drain.
         graceful_shutdown_timeout_s=2,
         graceful_shutdown_wait_loop_s=0.2,

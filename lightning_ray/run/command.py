@@ -125,16 +125,17 @@ def _until_done(config: RunConfig, model_dir: Path, console: Console) -> Results
     from lightning_ray.run.waiting import ProcessLost
     from lightning_ray.trainer.trainer import TrainerKilled
 
-    lost, before, lacks = 0, None, None
+    lost, before, lacks, device = 0, None, None, None
     while True:
-        run = Run(config, model_dir, console, lacks)
+        run = Run(config, model_dir, console, lacks, device)
         try:
             return run.execute()
         except (ProcessLost, TrainerKilled, EngineStartError, PlacementError) as error:
             if isinstance(error, EngineStartError | PlacementError) and not lost:
                 raise  # the configuration; after a loss it may be a node that is not back yet
             latest = Checkpoints(config.run_dir, config.run.keep_checkpoints).latest()
-            lost, before, lacks = (lost + 1 if latest == before else 1), latest, run.lacks
+            lost, before = (lost + 1 if latest == before else 1), latest
+            lacks, device = run.lacks, run.device
             if lost > config.run.restarts:
                 raise
             said = getattr(error, "cause", error)  # Ray's copy is a whole trace

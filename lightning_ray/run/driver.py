@@ -38,7 +38,8 @@ from lightning_ray.trainer.trainer import Trainer
 
 class Run:
     """One training run in `config.run_dir`, on the Ray cluster that the process is connected to.
-    `lacks` is what `cluster.check_rollouts` told an earlier life: it is not asked again."""
+    `lacks` is what `cluster.check_rollouts` told an earlier life, `device` what its bundles had:
+    neither is asked again, since the only node with GPUs may be what was lost."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Run:
         model_dir: Path,
         console: Console,
         lacks: dict[str, str] | None = None,
+        device: Device | None = None,
     ) -> None:
         self._config, self._model_dir, self._console = config, model_dir, console
         self.run_dir = config.run_dir
@@ -61,7 +63,7 @@ class Run:
         )
         self._estimator = advantages.estimator(config.algorithm)
         self._hook = advantages.call_advantages(config.algorithm)
-        self.lacks = lacks
+        self.lacks, self.device = lacks, device
         # Weights made by this process belong to a lineage of their own: after a rollback the same
         # step number names other weights than before.
         self._lineage = secrets.token_hex(3)
@@ -113,7 +115,8 @@ class Run:
             self._checkpoints.fetch(self._say)
             self._metrics = MetricsLog(self.run_dir, self._config)
             self._show("starting", note="placement group")
-            bundles = reserve(self._config)
+            bundles = reserve(self._config, self.device)
+            self.device = bundles.device
             bundles.check_shared(self.run_dir, self._model_dir)
             self._start(bundles)
             while self._position.phase is not Phase.DONE:
