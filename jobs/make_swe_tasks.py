@@ -5,6 +5,8 @@ python jobs/make_swe_tasks.py toolz parse     some of them
 python jobs/make_swe_tasks.py --out FOLDER    where tasks.jsonl and suites.json go
 python jobs/make_swe_tasks.py --export FOLDER makes nothing: the checked-in tasks as rows of
                                               SWE-smith's and SWE-bench's forms
+python jobs/make_swe_tasks.py --fetch         makes nothing: downloads the packages, for an image
+                                              whose pods reach no registry
 
 What is done already is kept in ~/.cache/lightning_ray/swe/making, so an interrupted run goes on.
 """
@@ -24,12 +26,17 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=sources.DATA)
     parser.add_argument("--work", type=Path, default=sources.cache() / "making")
     parser.add_argument("--export", type=Path)
+    parser.add_argument("--fetch", action="store_true")
     options = parser.parse_args()
     started = time.monotonic()
 
     def say(line: str) -> None:
         print(f"[{time.monotonic() - started:5.0f} s] {line}", flush=True)
 
+    if options.fetch:
+        for name in options.packages or sources.packages():
+            say(f"{name}: {len(sources.tree(name))} files")
+        sys.exit()
     if options.export:
         options.export.mkdir(parents=True, exist_ok=True)
         some = {split: [r for r in offline.records() if r.split is split] for split in Split}

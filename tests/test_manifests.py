@@ -39,6 +39,7 @@ from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import ResourceRequestByCount
 from ray.dashboard.consts import DASHBOARD_METRIC_PORT
 
+from lightning_ray import config as configs
 from lightning_ray.config import GatewaySection, RunConfig
 from lightning_ray.gateway import deploy
 from lightning_ray.placement import Device, plan
@@ -48,6 +49,7 @@ from lightning_ray.rollouts.pods import manifest
 from lightning_ray.rollouts.pods.manifest import Frame, Room
 from lightning_ray.rollouts.pods.template import JobTemplate, Names
 from lightning_ray.run import command
+from lightning_ray.tasks import models
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples" / "kuberay"
@@ -421,12 +423,18 @@ def test_the_run_directory_is_on_the_claim_at_the_same_path_everywhere() -> None
 
 
 @pytest.mark.parametrize("page", ["cluster", "kubernetes", "swe"])
-def test_a_run_that_a_page_tells_to_start_on_a_cluster_is_kept_on_the_claim(page: str) -> None:
+def test_a_run_that_a_page_tells_to_start_on_a_cluster_can_write_and_has_its_model(
+    page: str,
+) -> None:
+    """Its directory is on the claim; a built-in model would be made where nobody can write."""
     text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", " ")
     commands = re.findall(r"ray job submit .*-- python jobs/train_swe.py (examples/.*)", text)
     assert commands
     for each in commands:
         assert re.search(r" run\.dir=/runs/[\w-]+ ", each), each
+        recipe, *overrides = each.split()
+        asked = configs.load(ROOT / recipe, [o for o in overrides if o.startswith("model.path=")])
+        assert asked.model.path not in models.BUILT_IN, each
 
 
 def test_what_ray_and_harnesses_write_is_on_a_volume() -> None:

@@ -692,3 +692,10 @@ def test_the_clean_room_needs_the_standard_library_only(tmp_path):
         [sys.executable, "-I", "-S", "-c", code, python], capture_output=True, text=True
     )
     assert done.stdout.split() == ["solved", "unsolved"], done.stderr
+
+
+def test_sources_that_are_there_are_read_where_nothing_can_be_written(monkeypatch):
+    package = sources.packages()["parse"]
+    content = sources._sdist(package)
+    monkeypatch.setattr(sources.filelock, "FileLock", None)  # it would want to write
+    assert sources._sdist(package) == content

@@ -98,6 +98,10 @@ def tree(name: str) -> Tree:
 
 def _sdist(package: Package) -> bytes:
     folder = cache() / "sdists" / package.sdist_sha256
+    for there in folder.glob("*.tar.gz"):  # in an image it cannot be written, not even for a lock
+        content = there.read_bytes()
+        if hashlib.sha256(content).hexdigest() == package.sdist_sha256:
+            return content
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with filelock.FileLock(f"{folder}.lock"):
         found = list(folder.glob("*.tar.gz"))
