@@ -335,7 +335,7 @@ def test_a_base_model_changed_in_its_place_is_evaluated_anew(run_dir: Path, monk
         asked.append(specs[0].rollout_id)
         raise Asked
 
-    monkeypatch.setattr(evaluation.Stack, "open_store", lambda self: None)
+    monkeypatch.setattr(evaluation.Stack, "open_store", lambda self, keep: None)
     monkeypatch.setattr(evaluation.Stack, "finished", finished)
     base = run_dir.parent / "base"
     shutil.copytree(run_dir / "model", base)
@@ -356,3 +356,35 @@ def test_a_base_model_changed_in_its_place_is_evaluated_anew(run_dir: Path, monk
     weights[0] ^= 1
     (base / "model.safetensors").write_bytes(weights)
     assert lineage() not in (first, quantised)
+
+
+@pytest.mark.parametrize(("done", "first"), [("", "base"), ("base", "trained"), ("all", "")])
+def test_of_an_evaluation_that_was_killed_only_pods_of_the_model_served_first_run_on(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, done: str, first: str
+) -> None:
+    """The engines would answer the others, too, which would count for their own model."""
+
+    class Asked(Exception):
+        pass
+
+    kept: dict[str, bool] = {}
+
+    def open_store(self, keep):
+        for candidate in job.candidates:
+            for spec in replace(job, base=base).specs(version(candidate)):
+                kept[candidate.name] = keep(f"{spec.rollout_id}-a1")
+        raise Asked
+
+    def finished(self, specs):
+        return specs if done == "all" or (done and specs[0].rollout_id.startswith(done)) else []
+
+    def version(candidate: Candidate):
+        return replace(job, base=base).version(candidate)
+
+    monkeypatch.setattr(evaluation.Stack, "open_store", open_store)
+    monkeypatch.setattr(evaluation.Stack, "finished", finished)
+    job = evaluation.job(run_dir, ["trained", "base"], 1, [])
+    base = evaluation._folder_fingerprint(run_dir / "model")
+    with pytest.raises(Asked):
+        evaluation.evaluate(job, run_dir / "model", Console("x"))
+    assert kept == {name: name == first for name in ("base", "trained")}

@@ -127,9 +127,18 @@ def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
     bundles = None
     found: dict[str, Evaluation] = {}
     try:
-        stack.open_store()
         # The base model first, while the engines have it.
         order = sorted(job.candidates, key=lambda candidate: candidate.weights is not None)
+        specs_of = [job.specs(job.version(candidate)) for candidate in order]
+
+        def served_first(attempt_id: str) -> bool:
+            """What runs on in a pod is answered by the model that is served first: another's
+            rollouts would end as that one's."""
+            open_ = (specs for specs in specs_of if len(stack.finished(specs)) < len(specs))
+            first = {spec.rollout_id for spec in next(open_, [])}
+            return attempt_id.rpartition("-a")[0] in first
+
+        stack.open_store(served_first)
         for number, candidate in enumerate(order, 1):
             version = job.version(candidate)
             specs = job.specs(version)

@@ -89,15 +89,16 @@ class Stack:
         """What nodes lack of the sandbox, which the user was told: it is not told again."""
         self._telling.know(lacks)
 
-    def open_store(self) -> None:
-        """Opens the run's store and ends what a killed run left open.
+    def open_store(self, keep: Callable[[str], bool] = lambda attempt_id: True) -> None:
+        """Opens the run's store and ends what a killed run left open, but for attempts in pods that
+        are to go on: those which `keep` wants, asked when the store is open.
 
         Raises:
             StoreLocked: another run uses this run directory.
             CorruptSegment: see there.
         """
         self.store = store_actor.start(self._run_dir / "store")
-        self._kept = self._still_running()
+        self._kept = self._still_running(keep)
         orphans = self.store.end_orphans.remote(time.time(), self._kept)
         self._wait.get(orphans, "opening the store")
         # Rollouts that run on in pods call as soon as there is a gateway, and must not be answered
@@ -139,7 +140,7 @@ class Stack:
             self.config, self.store, url, self._run_id, self._kept, self._stood
         )
 
-    def _still_running(self) -> list[str]:
+    def _still_running(self, keep: Callable[[str], bool]) -> list[str]:
         """Attempts of an earlier life of the run that run on in pods, or ended there and were not
         read."""
         if self.config.rollout.launcher == "local":
@@ -153,7 +154,7 @@ class Stack:
             return []
         ask = partial(attempts_in_pods, self.config, self._run_id)
         ended = self._wait.insist(ask, Away)
-        kept = [attempt for attempt in self._stood if attempt in ended]
+        kept = [attempt for attempt in self._stood if attempt in ended and keep(attempt)]
         over = sum(ended[attempt] for attempt in kept)
         if over < len(kept):
             self._say(f"{len(kept) - over} rollouts run on in pods since the run was stopped")
