@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -213,6 +214,28 @@ async def test_a_report_that_cannot_be_read_is_a_fault_of_its_grading_and_ends_n
     verdict = await asyncio.wait_for(graded, 20)
     assert isinstance(verdict, GraderFault)
     assert "r-a0: the pod's report cannot be read" in verdict.reason
+
+
+async def test_logs_that_no_node_sends_keep_nobody_from_making_and_deleting_jobs(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+    launcher = Launcher(settings(site.api, site.folder), RUN)
+    launcher.start()
+    await launcher.synced()
+    monkeypatch.setattr(launcher._api, "log", lambda *pod: back.wait() and b"")
+    monkeypatch.setattr(launcher._reconciler, "pod_of", lambda name: ("pod", "agent"))
+    reading = [asyncio.ensure_future(launcher.log(f"r-a{n}", 1)) for n in range(60)]
+    try:
+        await asyncio.sleep(0.1)
+        unwanted = site.make("r-a0")
+        await until(lambda: unwanted in site.api.kinds["jobs"])
+        await until(lambda: unwanted not in site.api.kinds["jobs"])
+        assert not any(read.done() for read in reading)
+    finally:
+        back.set()
+        await asyncio.gather(*reading)
+        await launcher.stop()
 
 
 @pytest.mark.parametrize("seen", [True, False])

@@ -75,7 +75,7 @@ class Api:
                 "account, elsewhere kubernetes.kubeconfig or kubectl's own"
             ) from error
         self.namespace = config.namespace or namespace
-        settings.connection_pool_maxsize = 16
+        settings.connection_pool_maxsize = 24
         self._client = kubernetes.client.ApiClient(settings)
         self._batch: Any = kubernetes.client.BatchV1Api(self._client)
         self._core: Any = kubernetes.client.CoreV1Api(self._client)

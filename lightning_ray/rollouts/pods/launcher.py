@@ -40,6 +40,8 @@ from lightning_ray.rollouts.pods.reconcile import (
 from lightning_ray.rollouts.pods.template import JobTemplate, Names, TemplateFault
 
 _WORKERS = 8  # requests to the API server at a time
+# Logs at a time, beside these: that of a pod whose node is gone takes half a minute to be refused.
+_READERS = 8
 _TICK_S = 0.5  # longest wait for news
 _LOOK_S = 1.0  # between two looks at what only time changes: all Jobs are looked at
 _STOP_S = 20.0  # for the API server to have deleted what is left
@@ -89,6 +91,7 @@ class Launcher:
         self._wanted: dict[str, _Wanted] = {}
         self._cancelled: set[str] = set()  # also before they are wished
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="kubernetes")
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kubernetes-logs")
         self._news = asyncio.Event()
         self._away: dict[Kind, tuple[str, float]] = {}
         self._followers: list[Follower] = []
@@ -175,7 +178,7 @@ class Launcher:
             return None
         for again_s in (1.0, 3.0, None):
             try:
-                return await self._in_thread(lambda: self._api.log(*pod, most_bytes))
+                return await self._in_thread(lambda: self._api.log(*pod, most_bytes), self._readers)
             except (ApiException, *OUTAGE) as error:
                 if getattr(error, "status", None) in (403, 404) or again_s is None:
                     break
@@ -205,6 +208,7 @@ class Launcher:
         for task in self._tasks:
             task.cancel()
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
         left = self._reconciler.left
         why = f", since {self.trouble}" if self._away else ""
         delete = f"kubectl -n {self.namespace} delete jobs -l {self._selector}"
@@ -306,9 +310,11 @@ class Launcher:
             await asyncio.sleep(_TICK_S)
             self._reconciler.not_deleted(name)
 
-    async def _in_thread(self, function: Callable[[], _Result]) -> _Result:
+    async def _in_thread(
+        self, function: Callable[[], _Result], threads: ThreadPoolExecutor | None = None
+    ) -> _Result:
         assert self._loop is not None
-        return await self._loop.run_in_executor(self._workers, function)
+        return await self._loop.run_in_executor(threads or self._workers, function)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
