@@ -547,6 +547,9 @@ def test_a_template_is_filled_for_a_task_and_keeps_what_it_says(tmp_path) -> Non
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert spec["automountServiceAccountToken"] is False
     assert agent["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    annotations = made["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+    assert annotations["karpenter.sh/do-not-disrupt"] == "true"
     assert made["metadata"]["labels"]["team"] == "blue"
     assert made["metadata"]["labels"]["lightning-ray/run"] == "run1"
     assert (made["spec"]["backoffLimit"], made["spec"]["activeDeadlineSeconds"]) == (0, 100)

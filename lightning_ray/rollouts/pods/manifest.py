@@ -30,6 +30,11 @@ _MANAGED = {"app.kubernetes.io/managed-by": "lightning-ray"}
 _USER = 65534
 # A Job that no controller of ours deletes (its cluster is gone) goes by itself after so long.
 _TTL_S = 3600
+# Who takes away nodes that are half empty leaves those alone where an attempt would be lost.
+_STAYS = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
 _NOT_PLAIN = re.compile(r"[^a-z0-9]+")
 _NAME_CHARS = 40  # of the attempt's id in a Job's name, which may have 63 and gets a suffix
 VOLUME = "lightning-ray"
@@ -163,6 +168,7 @@ def build(template: Json, room: Room, frame: Frame) -> Json:
     pod = spec["template"]
     pod_metadata = pod.setdefault("metadata", {})
     pod_metadata["labels"] = {**pod_metadata.get("labels", {}), **ours}
+    pod_metadata["annotations"] = _STAYS | pod_metadata.get("annotations", {})
     _fill_pod(pod["spec"], frame)
     _fill_container(pod["spec"]["containers"][0], name, room, frame)
     return job

@@ -55,6 +55,11 @@ def check(config: RunConfig, *sets: Sequence[Task]) -> list[str]:
         _check_grader(config)
         launcher = Launcher(config, "check")
         notes = [f"rollouts are Jobs in the namespace {launcher.namespace}"]
+        if not config.gateway.advertise:
+            notes.append(
+                "pods reach the gateway by this node's address, which another head has not: set "
+                "gateway.advertise to a name (of a Service), and gateway.port"
+            )
         host = urlsplit(config.gateway.advertise or f"http://{config.gateway.host}").hostname or ""
         if host in ("127.0.0.1", "localhost", "::1"):
             notes.append(
