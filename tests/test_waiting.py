@@ -9,6 +9,7 @@ import time
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lightning_ray.config import load
 from lightning_ray.engine.actor import EngineStartError
@@ -59,6 +60,19 @@ def test_a_process_that_is_gone_for_good_is_lost_at_once(cluster):
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ProcessLost, match=r"asking: the process is gone"):
         Waiting(60, print).get(asked, "asking")
+
+
+def test_a_process_whose_node_is_gone_for_good_is_lost_at_once(cluster):
+    """As an engine of several GPUs, which belongs to its node."""
+    nowhere = NodeAffinitySchedulingStrategy(ray.NodeID.from_random().hex(), soft=False)
+    actor = ray.remote(Worker).options(num_cpus=0, scheduling_strategy=nowhere).remote()
+    wait = Waiting(60, lambda text: None)
+    for ask in (
+        lambda: wait.each([actor], "pid", what="loading"),
+        lambda: wait.get(actor.pid.remote(), "loading"),
+    ):
+        with pytest.raises(ProcessLost, match="loading: the process is gone"):
+            ask()
 
 
 def test_a_process_that_is_started_again_is_asked_again(cluster):

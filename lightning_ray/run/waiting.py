@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 
 from lightning_ray.config import ConfigError
 
@@ -54,7 +54,7 @@ class Waiting:
         """
         try:
             return self._get(ref, what, time.monotonic())
-        except RayActorError as error:
+        except (RayActorError, ActorUnschedulableError) as error:
             raise ProcessLost(f"{what}: {_reason(error)}") from error
 
     def each(self, actors: list[Any], method: str, *args: Any, what: str) -> list[Any]:
@@ -62,7 +62,8 @@ class Waiting:
         again when Ray has started it anew, so the method must bear being called twice.
 
         Raises:
-            ProcessLost: one did not answer in time.
+            ProcessLost: one did not answer in time, or can be started nowhere: the node that it
+                belongs to is gone.
         """
         started = time.monotonic()
         refs = [getattr(actor, method).remote(*args) for actor in actors]
@@ -73,6 +74,8 @@ class Waiting:
                 try:
                     values.append(self._get(ref, what, started))
                     break
+                except ActorUnschedulableError as error:
+                    raise ProcessLost(f"{what}: {_reason(error)}") from error
                 except RayActorError as error:
                     self._check(what, started, _reason(error))
                     time.sleep(AGAIN_S)
@@ -121,5 +124,5 @@ class Waiting:
             raise ProcessLost(f"{what}: {reason} within run.wait_timeout_s={self.limit_s:g} s")
 
 
-def _reason(error: RayActorError) -> str:
+def _reason(error: RayError) -> str:
     return f"the process is gone ({str(error).strip().splitlines()[0]})"
