@@ -88,7 +88,7 @@ def test_an_engine_that_does_not_start_is_a_loss_only_after_another_loss(tmp_pat
     ends = [ProcessLost("the controller"), EngineStartError("killed as it started"), None]
 
     class Run:
-        lacks = None
+        lacks, device = None, None
 
         def __init__(self, *_: object) -> None:
             pass
