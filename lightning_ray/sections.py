@@ -186,9 +186,9 @@ class RolloutSection(Section):
     """Rollouts per task: the GRPO group."""
     concurrency: int = Field(16, ge=1)
     """Harnesses running at a time in the whole cluster."""
-    launcher: Literal["local", "kubernetes", "task"] = "local"
-    """What runs a harness: a process on a node of Ray, a Kubernetes Job, or what each task's
-    `launcher` field says (local, kubernetes)."""
+    launcher: Literal["local", "kubernetes", "podman", "task"] = "local"
+    """What runs a harness: a process on a node of Ray, a Kubernetes Job, a container of podman on
+    the head, or what each task's `launcher` field says (local, kubernetes)."""
     retries: int = Field(2, ge=0)
     """New attempts after an infrastructure fault."""
     timeout_s: float = Field(1800, gt=0)
@@ -246,6 +246,7 @@ class TaskSection(Section):
 
 
 class KubernetesSection(Section):
+    # Containers of podman are made of the same template and image.
     namespace: str | None = None
     """Namespace of the Jobs. Default: this pod's, or that of the context."""
     template: str | None = None

@@ -31,7 +31,7 @@ def test_counts_that_change_are_no_news_and_new_reasons_are() -> None:
         telling.pods("" if now == 10 else "; ".join(reasons), float(now))
     assert [at for at, _ in said] == [0, 20, 50]
     assert AGAIN_S == 30
-    assert said[1][1].startswith("kubernetes: 40 x its pod is starting; 20 x Unschedulable")
+    assert said[1][1].startswith("pods: 40 x its pod is starting; 20 x Unschedulable")
 
 
 def test_an_api_server_that_is_away_is_not_news_each_second() -> None:

@@ -14,6 +14,7 @@ from lightning_ray.config import RunConfig
 from lightning_ray.records import Task
 
 ROOT = "/lightning"
+PODS = ("kubernetes", "podman")  # launchers whose rollouts are pods
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ IN_SANDBOX = replace(IN_POD, tmp="/tmp")
 
 
 def in_pod(config: RunConfig, task: Task) -> bool:
-    """Whether the rollouts of `task` are Jobs; else they run on nodes of Ray."""
+    """Whether the rollouts of `task` are Jobs, or containers; else they run on nodes of Ray."""
     launcher = config.rollout.launcher
     if launcher == "task":
         launcher = task.fields.get("launcher", "local")
-    return launcher == "kubernetes"
+    return launcher in PODS

@@ -17,6 +17,7 @@ from lightning_ray.gateway import deploy
 from lightning_ray.placement import Device, plan
 from lightning_ray.records import Task
 from lightning_ray.rollouts import harness, sandbox
+from lightning_ray.rollouts.places import PODS
 from lightning_ray.rollouts.sandbox import Mode
 
 # Bytes of the object store of a local Ray: batches go through it, weights do not.
@@ -84,7 +85,7 @@ def check_rollouts(
         ConfigError: a recipe, a sandbox or a cluster that cannot be used.
     """
     harness.load(config.harness.recipe, config.harness.args, config.harness.env)
-    in_pods = config.rollout.launcher == "kubernetes" and config.kubernetes.grade == "job"
+    in_pods = config.rollout.launcher in PODS and config.kubernetes.grade == "job"
     wanted, lacks = sandbox.wanted(config), dict[str, str]()
     asked = wanted.mode is Mode.NONE or runs_harnesses_here(config)
     if not in_pods and asked and (note := sandbox.check(wanted)):
@@ -94,7 +95,7 @@ def check_rollouts(
         from lightning_ray.rollouts.pods import preflight
 
         for note in preflight.check(config, *sets):
-            say(f"kubernetes: {note}")
+            say(f"{'podman' if config.rollout.launcher == 'podman' else 'kubernetes'}: {note}")
     return lacks
 
 

@@ -354,7 +354,7 @@ class Stack:
         if self._controller is not None:
             left = _end(self._controller, self._controller.shutdown.remote())
             if left:
-                self._say(f"kubernetes: {left}")
+                self._say(f"pods: {left}")
         if self._serving:
             with contextlib.suppress(RayError):
                 deploy.stop()

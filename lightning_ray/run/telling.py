@@ -59,5 +59,5 @@ class Telling:
         """What pods wait for; empty if for nothing. `now` in seconds."""
         reasons = {_CHANGING.sub("", reason) for reason in trouble.split("; ") if reason}
         if any(now - self._reasons.get(reason, -math.inf) >= AGAIN_S for reason in reasons):
-            self._say(f"kubernetes: {trouble}")
+            self._say(f"pods: {trouble}")
             self._reasons |= dict.fromkeys(reasons, now)

@@ -222,11 +222,13 @@ def test_whether_an_image_or_the_cluster_is_at_fault(detail, pulled, of_the_imag
 
 
 def test_settings_are_those_of_the_probe_or_the_few_that_a_reference_run_has(tmp_path) -> None:
-    found = cluster.settings(None, ["kubernetes.namespace=n", "task.grader_options.pytest=[-x]"])
+    found = cluster.settings(
+        "kubernetes", None, ["kubernetes.namespace=n", "task.grader_options.pytest=[-x]"]
+    )
     assert (found.kubernetes.namespace, found.kubernetes.template) == ("n", str(cluster.TEMPLATE))
     probe = tmp_path / "probe.yaml"
     probe.write_text("rollout: {launcher: kubernetes}\nkubernetes: {template: job.yaml}\n")
-    assert cluster.settings(probe, ["rollout.n=4"]).kubernetes.template == "job.yaml"
+    assert cluster.settings("kubernetes", probe, ["rollout.n=4"]).kubernetes.template == "job.yaml"
     probe.write_text("{}")
     for path, override, said in (
         (None, "rollout.n=4", "rollout.n=4 has no effect without --probe"),
@@ -235,7 +237,7 @@ def test_settings_are_those_of_the_probe_or_the_few_that_a_reference_run_has(tmp
         (probe, "rollout.n=4", "needs rollout.launcher=kubernetes"),
     ):
         with pytest.raises(ConfigError, match=said):
-            cluster.settings(path, [override])
+            cluster.settings("kubernetes", path, [override])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The Kubernetes API as this project uses it: lists, watches, and a few writes. Blocking.
 
+`Cluster` is what a launcher needs of it; `podman/` answers the same questions on one machine.
 Objects are plain JSON; the official client makes the requests. A `Follower` keeps a list up to date
 on a thread of its own, through time-outs, lost connections, expired resource versions (410) and
 outages.
@@ -10,14 +11,16 @@ anything.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import kubernetes
 import urllib3
@@ -36,6 +39,8 @@ _WATCH_S = 300  # the server ends a watch after so long; then another begins whe
 QUIET_S = 90.0  # so does one that brought nothing for so long: a bookmark comes every minute
 _READ_S = 30.0  # for any other answer
 _PAGE = 500  # objects in one answer of a list
+# A value of the header `Warning` (RFC 7234, 5.5): code, who warns, text.
+_WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -44,12 +49,40 @@ class Away(ConfigError):
     """The API server does not answer, or not yet: it may later."""
 
 
+class Cluster(Protocol):
+    """What runs Jobs, and is followed. Its methods are described in `Api`, and may raise
+    `ApiException` and `OUTAGE`. `called` is what a person calls it, `place` says what rollouts
+    are there."""
+
+    called: str
+    namespace: str
+
+    @property
+    def place(self) -> str: ...
+
+    def create_job(self, job: Json) -> Json: ...
+    def dry_run(self, job: Json) -> list[str]: ...
+    def read_job(self, name: str) -> Json: ...
+    def create_secret(self, secret: Json) -> None: ...
+    def delete_job(self, name: str, uid: str) -> None: ...
+    def delete_pod(self, name: str) -> None: ...
+    def log(self, pod: str, container: str, most_bytes: int) -> bytes: ...
+    def list(self, kind: Kind, selector: str) -> tuple[list[Json], str]: ...
+    def watch(self, kind: Kind, selector: str, version: str) -> Iterator[Json]: ...
+    def owner(self) -> Json | None: ...
+    def address(self, gateway_url: str) -> str: ...
+    def removal(self, selector: str) -> str: ...
+    def close(self) -> None: ...
+
+
 class Api:
     """One namespace of a cluster.
 
     Raises:
         ConfigError: there is no cluster, or no such kubeconfig or context.
     """
+
+    called = "the API server"
 
     def __init__(self, config: KubernetesSection) -> None:
         settings = kubernetes.client.Configuration()
@@ -89,8 +122,7 @@ class Api:
         return _json(self._batch.create_namespaced_job(self.namespace, job, **_raw()))
 
     def dry_run(self, job: Json) -> list[str]:
-        """What the server warns of in `job`, which it does not make: values of the header
-        `Warning`.
+        """What the server warns of in `job`, which it does not make.
 
         Raises:
             ApiException: refused.
@@ -98,8 +130,10 @@ class Api:
         options = {"dry_run": "All", "field_validation": "Strict"}
         answer = self._batch.create_namespaced_job(self.namespace, job, **options, **_raw())
         _json(answer)
-        warnings: list[str] = answer.headers.getlist("Warning")
-        return warnings
+        found = (
+            text for one in answer.headers.getlist("Warning") for text in _WARNING.findall(one)
+        )
+        return [re.sub(r"\\(.)", r"\1", text) for text in found]
 
     def read_job(self, name: str) -> Json:
         return _json(self._batch.read_namespaced_job(name, self.namespace, **_raw()))
@@ -145,6 +179,33 @@ class Api:
 
     def read_pod(self, name: str) -> Json:
         return _json(self._core.read_namespaced_pod(name, self.namespace, **_raw()))
+
+    @property
+    def place(self) -> str:
+        return f"Jobs in the namespace {self.namespace}"
+
+    def owner(self) -> Json | None:
+        """What our Jobs go with: whatever owns the pod we run in, a RayCluster say."""
+        if "KUBERNETES_SERVICE_HOST" not in os.environ:
+            return None
+        with contextlib.suppress(ApiException, *OUTAGE):
+            pod = self.read_pod(os.environ.get("HOSTNAME", ""))
+            for owner in pod["metadata"].get("ownerReferences") or []:
+                if owner.get("controller"):
+                    named = {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
+                    return {**named, "blockOwnerDeletion": False}
+        return None
+
+    def address(self, gateway_url: str) -> str:
+        """Where pods reach the gateway, which is at `gateway_url` for us."""
+        return gateway_url
+
+    def removal(self, selector: str) -> str:
+        """A command that deletes what `selector` selects."""
+        return f"kubectl -n {self.namespace} delete jobs -l {selector}"
+
+    def close(self) -> None:
+        """Nothing: every request is closed when it is answered."""
 
     def list(self, kind: Kind, selector: str) -> tuple[list[Json], str]:
         """All objects with these labels, and the resource version from which to watch on."""
@@ -196,7 +257,7 @@ class Follower(threading.Thread):
 
     def __init__(
         self,
-        api: Api,
+        api: Cluster,
         kind: Kind,
         selector: str,
         listed: Callable[[list[Json], float], None],

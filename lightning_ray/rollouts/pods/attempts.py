@@ -38,9 +38,9 @@ from lightning_ray.rollouts.harness import MODEL_NAME, Recipe, RecipeError
 from lightning_ray.rollouts.lifecycle import Attempt
 from lightning_ray.rollouts.local import AttemptResult
 from lightning_ray.rollouts.pods import manifest, staging
-from lightning_ray.rollouts.pods.api import OUTAGE, Api, Away
+from lightning_ray.rollouts.pods.api import OUTAGE, Away
 from lightning_ray.rollouts.pods.entry import MOST_SETUP_S
-from lightning_ray.rollouts.pods.launcher import Launcher
+from lightning_ray.rollouts.pods.launcher import Launcher, connect
 from lightning_ray.rollouts.pods.manifest import Room
 from lightning_ray.rollouts.pods.outcomes import End, finished
 from lightning_ray.rollouts.pods.staging import PodLimits, Stage
@@ -75,7 +75,7 @@ def attempts_in_pods(config: RunConfig, run_id: str) -> dict[str, bool]:
         ConfigError: it refuses to say.
     """
     try:
-        jobs, _ = Api(config.kubernetes).list("jobs", manifest.selector(run_id, manifest.AGENT))
+        jobs, _ = connect(config, run_id).list("jobs", manifest.selector(run_id, manifest.AGENT))
     except ApiException as error:
         why = f"HTTP {error.status} {error.reason}"
         if error.status >= 500 or error.status == 429:  # of a proxy before it, or it is busy
@@ -113,8 +113,8 @@ class Pods:
         stood: Mapping[str, Open] | None = None,
     ) -> None:
         self._config, self._store, self._recipe = config, store, recipe
-        self._gateway_url, self._wait = gateway_url, wait
         self._launcher = Launcher(config, run_id)
+        self._gateway_url, self._wait = self._launcher.address(gateway_url), wait
         self._kept, self._adopted = kept, dict[str, asyncio.Task[End]]()
         self._stood = stood or {}
         # Attempt id -> the rooms in which it is graded. Who is cancelled is not there any more.

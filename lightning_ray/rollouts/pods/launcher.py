@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +21,13 @@ from typing import Any, TypeVar
 
 from kubernetes.client import ApiException
 
-from lightning_ray.config import ConfigError, RunConfig
+from lightning_ray.config import RunConfig
 from lightning_ray.records import Json, Outcome, Task
-from lightning_ray.rollouts.pods import manifest
-from lightning_ray.rollouts.pods.api import OUTAGE, Api, Follower
+from lightning_ray.rollouts.pods import freedoms, manifest
+from lightning_ray.rollouts.pods.api import OUTAGE, Api, Cluster, Follower
 from lightning_ray.rollouts.pods.manifest import GRADER, Frame, Room
 from lightning_ray.rollouts.pods.outcomes import End, Patience
+from lightning_ray.rollouts.pods.podman.api import Podman
 from lightning_ray.rollouts.pods.reconcile import (
     Action,
     Create,
@@ -37,7 +36,7 @@ from lightning_ray.rollouts.pods.reconcile import (
     Kind,
     Reconciler,
 )
-from lightning_ray.rollouts.pods.template import JobTemplate, Names, TemplateFault
+from lightning_ray.rollouts.pods.template import JobTemplate, Names
 
 _WORKERS = 8  # requests to the API server at a time
 # Logs at a time, beside these: that of a pod whose node is gone takes half a minute to be refused.
@@ -69,13 +68,13 @@ class Launcher:
 
     def __init__(self, config: RunConfig, run_id: str) -> None:
         settings, rollout = config.kubernetes, config.rollout
-        self._api = Api(settings)
+        self._api = connect(config, run_id)
         self._template = JobTemplate(settings.template, settings.image)
         self._selector = manifest.selector(run_id)
         self.namespace = self._api.namespace
         self._frame = Frame(
             run_id=run_id,
-            owner=self._owner(),
+            owner=self._api.owner(),
             cpus=rollout.cpus,
             memory_mib=rollout.memory_mib,
             disk_mib=rollout.disk_mib,
@@ -106,14 +105,27 @@ class Launcher:
             self._followers.append(self._follow(kind))
         self._spawn(self._reconcile())
 
+    def address(self, gateway_url: str) -> str:
+        """Where pods reach the gateway, which is at `gateway_url` for us.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        return self._api.address(gateway_url)
+
     async def synced(self) -> None:
         """Waits until it is known what there is, of earlier lives of the run as well."""
         while not self._reconciler.synced:
             await asyncio.sleep(_TICK_S / 5)
 
-    def check(self, task: Task) -> tuple[Json, list[str]]:
+    @property
+    def place(self) -> str:
+        """What rollouts are, and where."""
+        return self._api.place
+
+    def check(self, task: Task) -> list[str]:
         """Has the template filled for `task` and the API server look at it, without making
-        anything. Returns the Job and `Api.dry_run`'s warnings.
+        anything. Returns what a person should know.
 
         Raises:
             TemplateFault: what is wrong, with the line of the template.
@@ -123,9 +135,12 @@ class Launcher:
         room = Room("check", "http://gateway", "", "check", 1.0)
         job = self._build(task, room, Names("a", "r", "g", "s", "u"))
         try:
-            return job, self._api.dry_run(job)
+            warned = [f"{self._api.called} warns: {text}" for text in self._api.dry_run(job)]
         except ApiException as error:
-            raise _explain(error, self._template) from error
+            raise self._template.explain(error) from error
+        weak = "; ".join(freedoms.weaknesses(job))
+        said = [f"the template gives pods more than they need: {weak}"] if weak else []
+        return said + warned
 
     def rendered(self, task: Task, names: Names) -> Json:
         """The template for a task, as the user wrote it."""
@@ -190,7 +205,7 @@ class Launcher:
         """What a person must know: that the API server is away, or what pods wait for."""
         for problem, since in self._away.values():
             clock = time.strftime("%H:%M:%S", time.localtime(since))
-            return f"the API server has not answered since {clock} ({problem})"
+            return f"{self._api.called} has not answered since {clock} ({problem})"
         return self._reconciler.trouble(time.monotonic())
 
     async def stop(self) -> str:
@@ -209,9 +224,10 @@ class Launcher:
             task.cancel()
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
+        self._api.close()
         left = self._reconciler.left
         why = f", since {self.trouble}" if self._away else ""
-        delete = f"kubectl -n {self.namespace} delete jobs -l {self._selector}"
+        delete = self._api.removal(self._selector)
         if not left:
             return ""
         return (
@@ -277,10 +293,11 @@ class Launcher:
             # A quota is a matter of waiting, and no one's fault.
             quota = error.status == 403 and "quota" in str(error.body)
             for_good = error.status in _FOR_GOOD and not quota
-            problem = str(_explain(error, self._template))
+            problem = str(self._template.explain(error))
             self._reconciler.refused(name, problem, time.monotonic(), for_good=for_good)
         except OUTAGE as error:
-            self._reconciler.refused(name, f"API server: {error}", time.monotonic(), for_good=False)
+            problem = f"{self._api.called}: {error}"
+            self._reconciler.refused(name, problem, time.monotonic(), for_good=False)
         self._news.set()
 
     def _make(self, wanted: _Wanted) -> Json:
@@ -362,30 +379,13 @@ class Launcher:
         follower.start()
         return follower
 
-    def _owner(self) -> Json | None:
-        """What our Jobs go with: whatever owns the pod we run in, a RayCluster say."""
-        if "KUBERNETES_SERVICE_HOST" not in os.environ:
-            return None
-        with contextlib.suppress(ApiException, *OUTAGE):
-            pod = self._api.read_pod(os.environ.get("HOSTNAME", ""))
-            for owner in pod["metadata"].get("ownerReferences") or []:
-                if owner.get("controller"):
-                    named = {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
-                    return {**named, "blockOwnerDeletion": False}
-        return None
 
+def connect(config: RunConfig, run_id: str) -> Cluster:
+    """What the Jobs of a run are made on.
 
-def _explain(error: ApiException, template: JobTemplate) -> ConfigError:
-    """The API server's refusal, with the template's line where it names a field."""
-    try:
-        told = json.loads(error.body or "")
-        causes = (told.get("details") or {}).get("causes") or []
-        message = told.get("message") or error.reason
-    except (ValueError, AttributeError):
-        causes, message = [], f"HTTP {error.status} {error.reason}"
-    for cause in causes:
-        if cause.get("field"):
-            return template.fault_at(cause["field"], f"{cause['field']}: {cause.get('message')}")
-    if error.status in (400, 422):
-        return TemplateFault(f"kubernetes: the API server refuses the Job: {message}")
-    return ConfigError(f"kubernetes: HTTP {error.status}: {message}")
+    Raises:
+        ConfigError: there is none, or it cannot be used.
+    """
+    if config.rollout.launcher == "podman":
+        return Podman(run_id)
+    return Api(config.kubernetes)

@@ -12,7 +12,6 @@ Invariants: nothing is made; a right that is missing and what the API server ref
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,15 +20,13 @@ import kubernetes
 from kubernetes.client import ApiException
 
 from lightning_ray.config import ConfigError, RunConfig
-from lightning_ray.records import Json, Task
+from lightning_ray.records import Task
 from lightning_ray.rollouts import grading
 from lightning_ray.rollouts.places import in_pod
-from lightning_ray.rollouts.pods import freedoms
 from lightning_ray.rollouts.pods.api import OUTAGE, Api
 from lightning_ray.rollouts.pods.launcher import Launcher
+from lightning_ray.rollouts.pods.podman.command import unlimited
 
-# A value of the header `Warning` (RFC 7234, 5.5): code, who warns, text.
-_WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
 _ASK_S = 30.0  # longest wait for an answer
 # What a run does in the namespace: API group, resource, verbs. The Role in
 # examples/kubernetes/access.yaml allows just this.
@@ -51,32 +48,39 @@ def check(config: RunConfig, *sets: Sequence[Task]) -> list[str]:
     if not tasks:
         return []
     try:
-        Probe(config.kubernetes).check_rights()
+        check_rights(config)
         _check_grader(config)
+        podman = config.rollout.launcher == "podman"
+        notes = list(_of_podman() if podman else _of_address(config))
         launcher = Launcher(config, "check")
-        notes = [f"rollouts are Jobs in the namespace {launcher.namespace}"]
-        if not config.gateway.advertise:
-            notes.append(
-                "pods reach the gateway by this node's address, which another head has not: set "
-                "gateway.advertise to a name (of a Service), and gateway.port"
-            )
-        host = urlsplit(config.gateway.advertise or f"http://{config.gateway.host}").hostname or ""
-        if host in ("127.0.0.1", "localhost", "::1"):
-            notes.append(
-                f"pods reach the gateway at {host}? Set gateway.host and gateway.advertise"
-            )
+        notes.insert(0, f"rollouts are {launcher.place}")
         for task in tasks:
-            notes += of_job(*launcher.check(task))
+            notes += launcher.check(task)
     except OUTAGE as error:
         raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
     return list(dict.fromkeys(notes))  # each once, in order
 
 
-def of_job(job: Json, warnings: Sequence[str]) -> list[str]:
-    """What a person should know of a Job at which `Launcher.check` had the API server look."""
-    weak = "; ".join(freedoms.weaknesses(job))
-    said = [f"the template gives pods more than they need: {weak}"] if weak else []
-    return said + [f"the API server warns: {text}" for text in told(warnings)]
+def check_rights(config: RunConfig) -> None:
+    """Raises ConfigError if the run may not do all that it needs: podman's are its user's own."""
+    if config.rollout.launcher != "podman":
+        Probe(config.kubernetes).check_rights()
+
+
+def _of_address(config: RunConfig) -> Iterator[str]:
+    if not config.gateway.advertise:
+        yield (
+            "pods reach the gateway by this node's address, which another head has not: set "
+            "gateway.advertise to a name (of a Service), and gateway.port"
+        )
+    host = urlsplit(config.gateway.advertise or f"http://{config.gateway.host}").hostname or ""
+    if host in ("127.0.0.1", "localhost", "::1"):
+        yield f"pods reach the gateway at {host}? Set gateway.host and gateway.advertise"
+
+
+def _of_podman() -> Iterator[str]:
+    if lacks := unlimited():
+        yield f"this user's containers have no limit of {', '.join(lacks)} here (see podman info)"
 
 
 def firsts(config: RunConfig, *sets: Sequence[Task]) -> Iterator[Task]:
@@ -135,9 +139,3 @@ class Probe(Api):
             )
         # A server that does not answer this question refuses later what it must.
         return status != 201 or bool(json.loads(content)["status"].get("allowed"))
-
-
-def told(headers: Sequence[str]) -> list[str]:
-    """The texts in `Warning` headers."""
-    found = (text for header in headers for text in _WARNING.findall(header))
-    return [re.sub(r"\\(.)", r"\1", text) for text in found]

@@ -12,6 +12,7 @@ Invariants: every error names the file and the line; placeholders see the task, 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ import kubernetes.client
 import yaml
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
+from kubernetes.client import ApiException
 
 from lightning_ray.config import ConfigError
 from lightning_ray.records import Json, Task
@@ -119,6 +121,21 @@ class JobTemplate:
         it."""
         steps = _STEP.findall(field)
         return self.fault(tuple(int(s) if s.isdigit() else s for s in steps), problem)
+
+    def explain(self, error: ApiException) -> ConfigError:
+        """The API server's refusal, with the template's line where it names a field."""
+        try:
+            told = json.loads(error.body or "")
+            causes = (told.get("details") or {}).get("causes") or []
+            message = told.get("message") or error.reason
+        except (ValueError, AttributeError):
+            causes, message = [], f"HTTP {error.status} {error.reason}"
+        for cause in causes:
+            if cause.get("field"):
+                return self.fault_at(cause["field"], f"{cause['field']}: {cause.get('message')}")
+        if error.status in (400, 422):
+            return TemplateFault(f"kubernetes: the API server refuses the Job: {message}")
+        return ConfigError(f"kubernetes: HTTP {error.status}: {message}")
 
     def _line(self, path: _Path) -> int:
         """The line of the deepest part of `path` that the template has."""

@@ -163,5 +163,5 @@ def _known(record: RepositoryTask) -> None:
         raise RecordError(
             f"instance {record.instance_id}: package {record.package!r} is not in the manifest of "
             f"local sources; it needs its container image "
-            f"({record.image_name or 'none named'}) and rollout.launcher=kubernetes"
+            f"({record.image_name or 'none named'}) and rollout.launcher=kubernetes, or podman"
         )

@@ -91,7 +91,7 @@ def prepare(task: Task, folder: Path) -> Json:
         if task.fields.get("launcher") != "kubernetes":
             raise RecordError(
                 f"instance {record.instance_id} has its repository in a container image "
-                f"({record.image_name or 'none named'}): set rollout.launcher=kubernetes"
+                f"({record.image_name or 'none named'}): set rollout.launcher=kubernetes, or podman"
             )
         return {"setup": imaged.setup(record)}
     cleanroom.stage(offline.agent_tree(record), folder)

@@ -65,7 +65,7 @@ _NO_PYTHON = re.compile(
 _Result = TypeVar("_Result")
 
 
-def settings(probe: Path | None, overrides: Sequence[str]) -> RunConfig:
+def settings(runner: str, probe: Path | None, overrides: Sequence[str]) -> RunConfig:
     """The configuration of reference runs: that of the probe, whose rollouts they judge, or one of
     `overrides` alone, among `SETTINGS`.
 
@@ -75,14 +75,14 @@ def settings(probe: Path | None, overrides: Sequence[str]) -> RunConfig:
     if probe is None:
         if other := next((one for one in overrides if not one.startswith(SETTINGS)), ""):
             raise ConfigError(f"{other} has no effect without --probe CONFIG.yaml")
-        ours = ["rollout.launcher=kubernetes", f"kubernetes.template={TEMPLATE}"]
+        ours = [f"rollout.launcher={runner}", f"kubernetes.template={TEMPLATE}"]
         config = load(None, [*ours, *overrides])
         if config.kubernetes.template == str(TEMPLATE) and config.kubernetes.image:
             raise ConfigError("kubernetes.image has no effect without kubernetes.template")
         return config
     config = load(probe, overrides)
-    if config.rollout.launcher == "local":
-        raise ConfigError(f"runner=kubernetes needs rollout.launcher=kubernetes in {probe}")
+    if config.rollout.launcher not in (runner, "task"):
+        raise ConfigError(f"runner={runner} needs rollout.launcher={runner} in {probe}")
     return config
 
 
@@ -178,7 +178,7 @@ class Cluster:
         self._pulled = self._checked = self._stopped = False
         self._lock = threading.Lock()
         try:
-            preflight.Probe(config.kubernetes).check_rights()
+            preflight.check_rights(config)
             self._launcher = Launcher(config, _run_id(folder))
         except OUTAGE as error:
             raise ConfigError(f"kubernetes: the API server does not answer: {error}") from error
@@ -244,7 +244,7 @@ class Cluster:
         with self._lock:
             if not self._checked:
                 try:
-                    notes = preflight.of_job(*self._launcher.check(task))
+                    notes = self._launcher.check(task)
                 except OUTAGE as error:
                     raise RoomFault(f"the API server does not answer: {error}") from error
                 for note in notes:

@@ -29,6 +29,7 @@ from rich.table import Table
 from lightning_ray.config import ConfigError
 from lightning_ray.records import Split
 from lightning_ray.report.statistics import Tally
+from lightning_ray.rollouts.places import PODS
 from lightning_ray.run import command
 from lightning_ray.run.command import ModelResolver
 from lightning_ray.tasks.swe.cleanroom import RoomFault
@@ -50,7 +51,7 @@ def main(resolve_model: ModelResolver, argv: Sequence[str] | None = None) -> int
             raise ConfigError("name at least one source; --help says what it can be")
         options = parse([text for text in settings if "." not in text.partition("=")[0]])
         overrides = [text for text in settings if "." in text.partition("=")[0]]
-        clustered = options.runner == "kubernetes" and options.reference_runs > 0
+        clustered = options.runner in PODS and options.reference_runs > 0
         if overrides and arguments.probe is None and not clustered:
             raise ConfigError(f"{overrides[0]} has no effect without --probe CONFIG.yaml")
         outcome = _clean(arguments, found, options, overrides)
@@ -141,10 +142,10 @@ def _runner(
 ) -> Runner | None:
     if not options.reference_runs:
         return None
-    if options.runner == "kubernetes":
+    if options.runner in PODS:
         from lightning_ray.tasks.swe.preparation import cluster
 
-        settings = cluster.settings(probe, overrides)
+        settings = cluster.settings(options.runner, probe, overrides)
         return cluster.Cluster(settings, out, options.slowest_s, say)
     try:
         runner: Runner = pkgutil.resolve_name(options.runner)()

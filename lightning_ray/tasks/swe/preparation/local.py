@@ -85,7 +85,7 @@ def _package(record: RepositoryTask) -> Package:
         named = record.package or record.image_name or record.repo
         raise ConfigError(
             f"{record.instance_id} needs {named}, and this machine runs the tests of "
-            f"{', '.join(sources.packages())} only; set runner=kubernetes to run them in their "
-            "images, reference_runs=0 to run none, or runner=MODULE:CLASS to one that can run it"
+            f"{', '.join(sources.packages())} only; set runner=kubernetes, or podman, to run them "
+            "in their images, reference_runs=0 to run none, or runner=MODULE:CLASS to one that can run it"
         )
     return package

@@ -37,8 +37,9 @@ class Options(Section):
     )
     runner: str = Field(
         "lightning_ray.tasks.swe.preparation.local:Local",
-        description="Who runs the tests: `kubernetes` (a Job for each run, in the row's image), or "
-        "`module:class` of a `reference.Runner`. The default runs the offline packages.",
+        description="Who runs the tests: `kubernetes` (a Job for each run, in the row's image), "
+        "`podman` (a container of this machine), or `module:class` of a `reference.Runner`. The "
+        "default runs the offline packages.",
     )
     export: bool = Field(
         False,

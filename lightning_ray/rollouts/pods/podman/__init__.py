@@ -1,0 +1,1 @@
+"""Attempts in containers of podman on one machine, in place of Jobs of a cluster."""
