@@ -78,6 +78,8 @@ if task.startswith("wait "):
         urllib.request.urlopen(call)
 if task == "noise":
     print("x" * (3 << 20))
+if task == "eat":
+    bytearray(1 << 30)
 if task == "fill":
     pathlib.Path("big.bin").write_bytes(bytes(4 << 20))
 if task == "overfill":

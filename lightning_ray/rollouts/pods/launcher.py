@@ -222,9 +222,9 @@ class Launcher:
             follower.stop()
         for task in self._tasks:
             task.cancel()
+        await self._in_thread(self._api.close)
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
-        self._api.close()
         left = self._reconciler.left
         why = f", since {self.trouble}" if self._away else ""
         delete = self._api.removal(self._selector)

@@ -58,6 +58,7 @@ class Podman:
         self._told: _Seen = {"jobs": {}, "pods": {}}
         self._seen, self._seen_at = self._told, 0.0
         self._closed = threading.Event()
+        self._removed: set[str] = set()  # by us, uids
         self._swept = False
 
     def create_job(self, job: Json) -> Json:
@@ -106,6 +107,7 @@ class Podman:
     def delete_job(self, name: str, uid: str) -> None:
         """Removes the Job's container and what belongs to it; a namesake is left alone."""
         with self._lock:
+            self._removed.add(uid)
             made = self._making.get(name)
             if made and made.uid == uid:
                 made.gone.set()
@@ -171,7 +173,9 @@ class Podman:
         self._closed.set()
         self._makers.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(*FAILS):
-            if not self._containers():
+            left = {one["Names"][0] for one in self._containers()}
+            self._maker.sweep(left)
+            if not left:
                 self._folder.remove()
 
     def removal(self, selector: str) -> str:
@@ -200,7 +204,11 @@ class Podman:
                     pods[uid] = containers.pod(job["metadata"], self._state(container))
             for made in self._making.values():
                 jobs[made.uid], pods[made.uid] = made.noted, made.pod
+            for uid in self._seen["jobs"].keys() - jobs.keys() - self._removed:
+                # Somebody removed it: what belonged to it is left.
+                self._makers.submit(self._maker.remove, self._seen["jobs"][uid]["metadata"]["name"])
             self._ends = {uid: end for uid, end in self._ends.items() if uid in jobs}
+            self._removed &= jobs.keys()
             self._seen, self._seen_at = {"jobs": jobs, "pods": pods}, time.monotonic()
             self._folder.keep_way()
             return self._seen

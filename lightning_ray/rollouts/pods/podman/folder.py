@@ -99,11 +99,12 @@ class Folder:
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
             probe.connect(str(self.path / way.SOCKET))
             return
-        subprocess.Popen(
+        subprocess.run(
             [sys.executable, "-I", way.__file__, "outside", str(self.path)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
             start_new_session=True,
+            check=True,
         )

@@ -146,7 +146,9 @@ class Maker:
             sure(podman("rm", "--force", "--ignore", "--time=0", "--volumes", container))
         volumes = ("volume", "ls", "--quiet", "--filter", f"label={_JOB_LABEL}={name}")
         for volume in podman(*volumes).stdout.split():
-            sure(podman("volume", "rm", "--force", volume))
+            done = podman("volume", "rm", "--force", volume)
+            if "no such volume" not in done.stderr:  # another thread is at it
+                sure(done)
         self._folder.remove_job(name)
 
     def sweep(self, kept: set[str]) -> None:

@@ -144,9 +144,11 @@ def main(argv: list[str]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return  # another one is there
+    if os.fork():
+        os._exit(0)  # Ray ends the children of a worker with it
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    asyncio.run(outside(argv[1]))
+    asyncio.run(outside(argv[1]))  # the lock goes with the last of us
 
 
 if __name__ == "__main__":

@@ -86,6 +86,6 @@ def _package(record: RepositoryTask) -> Package:
         raise ConfigError(
             f"{record.instance_id} needs {named}, and this machine runs the tests of "
             f"{', '.join(sources.packages())} only; set runner=kubernetes, or podman, to run them "
-            "in their images, reference_runs=0 to run none, or runner=MODULE:CLASS to one that can run it"
+            "in their images, reference_runs=0 to run none, or runner=MODULE:CLASS to one that can"
         )
     return package
