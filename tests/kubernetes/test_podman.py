@@ -156,7 +156,14 @@ for name, host in (("machine", "{ray.util.get_node_ip_address()}"), ("outside", 
         found[name] = "reached"
     except OSError as error:
         found[name] = error.strerror
-found["processes"] = sum(name.isdigit() for name in os.listdir("/proc"))
+processes = [name for name in os.listdir("/proc") if name.isdigit()]
+found["processes"], found["told"] = len(processes), []
+for name in processes:
+    try:
+        said = open(f"/proc/{{name}}/environ").read() + open(f"/proc/{{name}}/cmdline").read()
+        found["told"] += ["LIGHTNING_RAY_KEY=" in said] * (name != str(os.getpid()))
+    except PermissionError:
+        found["told"].append("refused")
 found["way"] = os.listdir("/lightning-way")
 found["key"] = [n for n in os.environ if n.startswith("LIGHTNING_RAY")]
 found["root"] = os.access("/", os.W_OK) or os.access("/usr", os.W_OK)
@@ -177,6 +184,7 @@ print("LOOK", json.dumps(found))
         "machine": "Network is unreachable",
         "outside": "Network is unreachable",
         "processes": 3,  # our program, the way out, the harness
+        "told": ["refused", False],  # the first of them keeps everything from us
         "way": ["gateway"],
         "key": [],
         "root": False,

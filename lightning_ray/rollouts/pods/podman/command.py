@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 from lightning_ray.config import ConfigError
 
@@ -19,12 +20,16 @@ Done = subprocess.CompletedProcess[str]
 
 
 def podman(
-    *argv: str, env: Mapping[str, str] | None = None, timeout_s: float | None = _ANSWER_S
+    *argv: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout_s: float | None = _ANSWER_S,
 ) -> Done:
     """Runs a command to its end, with the variables `env` besides ours."""
     return subprocess.run(
         ["podman", *argv],
         env={**os.environ, **(env or {})},
+        cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

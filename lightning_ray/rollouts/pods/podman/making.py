@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lightning_ray.records import Json
 from lightning_ray.rollouts.pods import manifest
@@ -95,7 +96,7 @@ class Maker:
             if done.returncode and "already exists" not in done.stderr:
                 raise _NotYet("CreateContainerError", done.stderr)
         for called, init in making.inits():
-            done = self._run(init)
+            done = self._run(folder, init)
             if made.gone.is_set():
                 return False
             if done.returncode:
@@ -104,19 +105,20 @@ class Maker:
                 made.state = {"terminated": {"exitCode": done.returncode}}
                 return False
         argv_of_main, told = making.main()
-        done = self._run(argv_of_main, told)
+        done = self._run(folder, argv_of_main, told)
         if done.returncode in _NO_PROGRAM:
             ended = {"exitCode": 128, "reason": "StartError", "message": done.stderr}
             made.state = {"terminated": ended}
         return not done.returncode
 
-    def _run(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Done:
-        """Runs a container; an init container to its end.
+    def _run(self, folder: Path, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Done:
+        """Runs a container; an init container to its end. What keeps it writes into its folder that
+        it had no memory left, say: `folder`.
 
         Raises:
             _NotYet: podman could not make it.
         """
-        done = podman("run", *argv, env=env, timeout_s=None)
+        done = podman("run", *argv, env=env, cwd=folder, timeout_s=None)
         if done.returncode == _OWN_FAULT:
             name = next(one for one in argv if one.startswith("--name=")).partition("=")[2]
             podman("rm", "--force", "--ignore", name)
