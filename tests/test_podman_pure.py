@@ -22,6 +22,7 @@ from lightning_ray.rollouts.pods import manifest
 from lightning_ray.rollouts.pods.manifest import AGENT, Frame, Room
 from lightning_ray.rollouts.pods.outcomes import Patience, finished, standing
 from lightning_ray.rollouts.pods.podman import command, containers, way
+from lightning_ray.rollouts.pods.podman import folder as podman_folder
 from lightning_ray.rollouts.pods.podman.containers import Making
 from lightning_ray.rollouts.pods.podman.folder import Folder
 from lightning_ray.rollouts.pods.template import JobTemplate, Names, TemplateFault
@@ -271,7 +272,6 @@ def running(folder: Folder) -> bool:
 def test_bytes_are_carried_to_the_gateway_wherever_it_is_now(folder, gateway):
     inside = folder.address(f"http://127.0.0.1:{gateway}/v")
     assert inside == f"http://127.0.0.1:{gateway}/v"
-    within(10, lambda: running(folder))
     door = socket.create_server(("127.0.0.1", 0))
     argv = [sys.executable, "-I", way.__file__, "inside", str(door.fileno())]
     argv.append(str(folder.path / way.SOCKET))
@@ -323,6 +323,16 @@ def test_one_container_cannot_take_all_connections(folder, gateway, monkeypatch)
 def test_an_address_that_nobody_can_be_carried_to_is_refused(folder):
     with pytest.raises(ConfigError, match="leave it out"):
         folder.address("https://gateway.example")
+
+
+def test_a_folder_with_too_long_a_path_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(podman_folder, "_START_S", 1.0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 80)))
+    (tmp_path / ("x" * 80)).mkdir()
+    made = Folder("x")
+    with pytest.raises(ConfigError, match="is TMPDIR longer"):
+        made.address("http://127.0.0.1:1")
+    made.remove()
 
 
 def test_a_folder_of_somebody_else_is_not_used(folder, monkeypatch):

@@ -28,7 +28,10 @@ from lightning_ray.tasks.swe.preparation import command
 __all__ = ["running"]  # the fixture
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("podman") is None, reason="podman is not installed"),
+    pytest.mark.skipif(
+        not (shutil.which("podman") and shutil.which("runc")),
+        reason="podman is not installed, or runc",
+    ),
 ]
 IMAGE = "localhost/lightning-ray-test:1"
 

@@ -14,11 +14,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from lightning_ray.config import ConfigError
 from lightning_ray.rollouts.pods.podman import way
+
+
+_START_S = 20.0  # for who carries bytes to begin, on a machine that is busy
 
 
 class Folder:
@@ -88,6 +92,14 @@ class Folder:
         (self.path / way.ADDRESS).write_text(f"{parts.hostname}:{port}")
         self._has_way = True
         self.keep_way()
+        deadline = time.monotonic() + _START_S
+        while not self._carries():
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"nobody listens on {self.path / way.SOCKET}, by which containers reach the "
+                    "gateway (its path may have 107 bytes: is TMPDIR longer?)"
+                )
+            time.sleep(0.05)
         return f"http://127.0.0.1:{port}{parts.path}"
 
     def keep_way(self) -> None:
@@ -96,8 +108,7 @@ class Folder:
             return
         with contextlib.suppress(OSError):
             os.utime(self.path / way.ADDRESS)
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            probe.connect(str(self.path / way.SOCKET))
+        if self._carries():
             return
         subprocess.run(
             [sys.executable, "-I", way.__file__, "outside", str(self.path)],
@@ -108,3 +119,9 @@ class Folder:
             start_new_session=True,
             check=True,
         )
+
+    def _carries(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.connect(str(self.path / way.SOCKET))
+            return True
+        return False
