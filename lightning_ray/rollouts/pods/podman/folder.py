@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 from lightning_ray.config import ConfigError
 from lightning_ray.rollouts.pods.podman import way
 
-
 _START_S = 20.0  # for who carries bytes to begin, on a machine that is busy
 
 
