@@ -1,6 +1,6 @@
 """What many Jobs cost: creating them, and deciding about them, on a real API server.
 
-    python benchmarks/pods.py [--jobs 2000]
+    python benchmarks/kubernetes.py [--jobs 2000]
 
 The control plane is that of tests/kubernetes (its first build takes minutes); there is no node, so
 that only the API server, its controllers and we are at work. Beside our launcher, in the same run:
@@ -20,12 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kubernetes import client
 from rich.console import Console
 from rich.table import Table
 
+# The folder of a program is first on its path, and this one would hide the client's package.
+sys.path.remove(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "kubernetes"))
 import control_plane
+from kubernetes import client
 
 from lightning_ray.config import RunConfig, load
 from lightning_ray.records import Task
