@@ -15,6 +15,7 @@ from lightning_ray.config import load
 from lightning_ray.engine.actor import EngineStartError
 from lightning_ray.report.console import Console
 from lightning_ray.run import command, driver, waiting
+from lightning_ray.run.stack import Stack
 from lightning_ray.run.waiting import ProcessLost, Waiting
 
 
@@ -73,6 +74,16 @@ def test_a_process_whose_node_is_gone_for_good_is_lost_at_once(cluster):
     ):
         with pytest.raises(ProcessLost, match="loading: the process is gone"):
             ask()
+
+
+def test_a_run_whose_engine_lost_its_node_is_not_waited_for(cluster, tmp_path):
+    """Else rollouts would call it until they are given up, one after the other."""
+    here = ray.get_runtime_context().get_node_id()
+    waiting.check_nodes({here}, "an engine")
+    stack = Stack(load(None, []), tmp_path, tmp_path, lambda text: None)
+    stack._bound = {here, ray.NodeID.from_random().hex()}
+    with pytest.raises(ProcessLost, match="an engine of several GPUs: the node is gone"):
+        stack.poll()
 
 
 def test_a_process_that_is_started_again_is_asked_again(cluster):

@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lightning_ray.config import RunConfig
 from lightning_ray.engine import actor as engine_actor
@@ -38,7 +39,7 @@ from lightning_ray.rollouts import controller
 from lightning_ray.rollouts.controller import RESULT_EVENT
 from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.run.telling import Telling
-from lightning_ray.run.waiting import ProcessLost, RunError, Waiting
+from lightning_ray.run.waiting import ProcessLost, RunError, Waiting, check_nodes
 from lightning_ray.samples import forest
 from lightning_ray.store import actor as store_actor
 from lightning_ray.store.attempts import Open
@@ -82,6 +83,7 @@ class Stack:
         self.engines: list[Any] = []
         self._controller: Any = None
         self._serving = False
+        self._bound: set[str] = set()  # nodes without which an engine cannot be
         self._awaited: set[str] = set()  # rollouts that run
         self._results: dict[str, FinishedRollout] = {}  # ended, and taken by nobody yet
 
@@ -119,6 +121,8 @@ class Stack:
         on_gpu = bundles.device is Device.GPU
         for number in range(self.config.engine.count):
             options = bundles.engine_options(number)
+            if isinstance(where := options["scheduling_strategy"], NodeAffinitySchedulingStrategy):
+                self._bound.add(where.node_id)
             env = engine_actor.environment(self.config, on_gpu)
             env |= options.pop("runtime_env", {}).get("env_vars", {})
             actor = ray.remote(engine_actor.EngineActor).options(
@@ -251,6 +255,7 @@ class Stack:
 
     def poll(self) -> ControllerStatus:
         """Waits a moment for rollouts to end; says how all stand."""
+        check_nodes(self._bound, "an engine of several GPUs")
         for finished in self._controlled("next_finished", POLL_SECONDS):
             if finished.spec.rollout_id in self._awaited:
                 self._awaited.remove(finished.spec.rollout_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +35,14 @@ class RunError(RuntimeError):
 class ProcessLost(RunError):
     """A process of the run died or does not answer. Started again, the run goes on from its last
     checkpoint."""
+
+
+def check_nodes(nodes: Set[str], what: str) -> None:
+    """Raises ProcessLost if one of these nodes of Ray (ids) is gone: what is bound to it, `what`,
+    is started nowhere again, and nobody would notice before it is asked for something."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    if nodes - alive:
+        raise ProcessLost(f"{what}: the node is gone")
 
 
 @dataclass
