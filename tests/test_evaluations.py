@@ -27,10 +27,12 @@ from lightning_ray.records import (
     Task,
 )
 from lightning_ray.report import evaluation_tables, evaluations
-from lightning_ray.report.console import Console
+from lightning_ray.report.console import Console, View
 from lightning_ray.report.evaluations import Evaluation, Rollout
+from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.run import command, ending, evaluation
 from lightning_ray.run.evaluation import Candidate, Job
+from lightning_ray.run.waiting import RunError
 
 PATCH = "diff --git a/x b/x\nnew file mode 100644\n--- /dev/null\n+++ b/x\n@@ -0,0 +1 @@\n+1\n"
 
@@ -388,3 +390,23 @@ def test_of_an_evaluation_that_was_killed_only_pods_of_the_model_served_first_ru
     with pytest.raises(Asked):
         evaluation.evaluate(job, run_dir / "model", Console("x"))
     assert kept == {name: name == first for name in ("base", "trained")}
+
+
+def test_an_evaluation_whose_rollouts_are_all_lost_ends_and_says_why(tmp_path: Path) -> None:
+    def ended(number: int, state: RolloutState) -> FinishedRollout:
+        task = Task(f"t{number}", "s")
+        spec = RolloutSpec(f"r{number}", "g", task, Split.VALIDATION, 0)
+        lost = state is RolloutState.FAILED
+        outcome = Outcome.LAUNCH_FAULT if lost else Outcome.COMPLETED
+        reward = None if lost else Reward(0.0, False)
+        return FinishedRollout(spec, state, outcome, f"r{number}-a0", 1, reward, "no folder")
+
+    status = ControllerStatus(0, 0, 0, 0, 0, 0, {})
+    lost = [ended(number, RolloutState.FAILED) for number in range(32)]
+    console = Console("evaluation", io.StringIO())
+    # Those of the first life of the job are not held against this one.
+    progress = evaluation._progress(console, View(1, 1, "x"), lost[:16], tmp_path)
+    progress(lost[:31], status)
+    with pytest.raises(RunError, match="16 of 16 rollouts have no reward .*no folder"):
+        progress(lost, status)
+    progress([*lost, ended(99, RolloutState.FINISHED)], status)

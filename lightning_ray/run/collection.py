@@ -193,7 +193,7 @@ def check_faults(rollouts: Sequence[FinishedRollout], most: float, run_dir: Path
     outcomes = ", ".join(f"{n} x {o}" for o, n in Counter(r.outcome for r in failed).most_common())
     raise RunError(
         f"{len(failed)} of {len(rollouts)} rollouts have no reward ({outcomes}); "
-        f"training on the rest would be training on noise. The last one, "
+        f"what is left would say little. The last one, "
         f"{failed[-1].spec.rollout_id}: {failed[-1].detail or failed[-1].outcome}. Logs are in "
         f"{run_dir / 'rollouts'}; run.max_infrastructure_faults sets the limit"
     )

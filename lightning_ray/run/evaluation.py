@@ -27,6 +27,7 @@ from lightning_ray.records import (
     Json,
     PolicyVersion,
     RolloutSpec,
+    RolloutState,
     Split,
     Task,
 )
@@ -34,13 +35,17 @@ from lightning_ray.report import evaluations
 from lightning_ray.report.console import Console, View
 from lightning_ray.report.evaluations import Evaluation, Rollout
 from lightning_ray.rollouts import harness
+from lightning_ray.rollouts.lifecycle import ControllerStatus
 from lightning_ray.run import cluster, data
+from lightning_ray.run.collection import check_faults
 from lightning_ray.run.stack import Progress, Stack, with_counts
 
 # In the run directory.
 FOLDER = "evaluations"
 WEIGHTS = "model.safetensors"
 BASE, TRAINED = "base", "trained"
+# An evaluation whose first rollouts all end without a reward, so many, is ended.
+_ENOUGH = 16
 # Key of a result under which a task family gives the agent's change as a unified diff.
 PATCH = "patch"
 # Blocks of a weights file that its fingerprint reads, and their bytes: half a million weights, of
@@ -156,7 +161,7 @@ def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
                 else:
                     stack.open()
                 view = View(number, len(order), f"evaluate {candidate.name}")
-                rollouts = stack.collect(specs, _progress(console, view))
+                rollouts = stack.collect(specs, _progress(console, view, rollouts, config.run_dir))
             evaluation = Evaluation(
                 name=job.name(candidate),
                 model=str(candidate.weights or config.model.path),
@@ -173,8 +178,19 @@ def evaluate(job: Job, base_dir: Path, console: Console) -> list[Evaluation]:
             bundles.remove()
 
 
-def _progress(console: Console, view: View) -> Progress:
-    return lambda done, status: console.update(with_counts(view, done, status))
+def _progress(
+    console: Console, view: View, before: Sequence[FinishedRollout], run_dir: Path
+) -> Progress:
+    """Shows how it goes; ends what cannot come to anything. `before` had ended when it began."""
+    known = {finished.spec.rollout_id for finished in before}
+
+    def progress(done: Sequence[FinishedRollout], status: ControllerStatus) -> None:
+        console.update(with_counts(view, done, status))
+        new = [finished for finished in done if finished.spec.rollout_id not in known]
+        if len(new) >= _ENOUGH and all(r.state is RolloutState.FAILED for r in new):
+            check_faults(new, 0.0, run_dir)
+
+    return progress
 
 
 def _rollout(finished: FinishedRollout, sample: int, stack: Stack) -> Rollout:

@@ -86,7 +86,10 @@ def _needed(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 def _libraries(binaries: Iterable[str | Path]) -> set[str]:
     told = subprocess.run(["ldd", *map(str, binaries)], capture_output=True, text=True).stdout
-    return set(re.findall(r"(?:=> |^\t)(/\S+) \(0x", told, re.M))
+    known = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
+    # What compiled packages of a harness want.
+    wanted = re.findall(r"lib(?:gcc_s|stdc\+\+)\.so\.\d+ \(libc6,x86-64\) => (\S+)", known)
+    return {*re.findall(r"(?:=> |^\t)(/\S+) \(0x", told, re.M), *wanted}
 
 
 def _add(tar: tarfile.TarFile, path: str) -> None:

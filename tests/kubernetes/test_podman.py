@@ -3,9 +3,11 @@ graders of `test_pods`, in an image that has nothing of this machine but a Pytho
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -16,11 +18,14 @@ from typing import Any
 import podman_images
 import pytest
 import ray
+import runs
 from support import Running
 from swe import images
 from test_pods import RECIPE, Site, coded, for_repositories, running
 
+from lightning_ray import metrics
 from lightning_ray.records import Outcome, RolloutSpec, Split, Task
+from lightning_ray.rollouts import harness, installation
 from lightning_ray.rollouts.pods.podman import way
 from lightning_ray.tasks.swe import sources
 from lightning_ray.tasks.swe.preparation import command
@@ -328,3 +333,44 @@ def test_tasks_with_images_are_mended_and_judged_in_them_by_the_documented_templ
     assert command.main(Path, [*rows, "--out", str(out), *asked]) == 0
     kept = [json.loads(line)["task_id"] for line in (out / "train.jsonl").open()]
     assert sorted(kept) == sorted(images.ROWS), (out / "dropped.jsonl").read_text()
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+def test_a_run_trains_on_rollouts_of_the_real_harness_in_containers(image, tmp_path) -> None:
+    venv = installation.install(harness.load("mini-swe-agent"))
+    job = tmp_path / "job.yaml"
+    job.write_text(f"""
+apiVersion: batch/v1
+kind: Job
+spec:
+  template:
+    spec:
+      volumes: [{{name: harness, hostPath: {{path: {venv}}}}}]
+      containers:
+        - name: agent
+          image: "{{{{ image }}}}"
+          volumeMounts: [{{name: harness, mountPath: {venv}, readOnly: true}}]
+""")
+    log = tmp_path / "log"
+    run = runs.start(
+        tmp_path / "run",
+        log,
+        "run.steps=1",
+        "rollout.launcher=podman",
+        f"kubernetes.image={image}",
+        f"kubernetes.template={job}",
+        f"kubernetes.harness_venv={venv}",
+        "gateway.port=8798",
+    )
+    try:
+        assert run.wait(runs.PATIENCE) == 0, log.read_text()[-4000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(run.pid, signal.SIGKILL)
+    assert "podman: rollouts are containers of podman on" in log.read_text()
+    [row] = metrics.read(tmp_path / "run")
+    assert row["rollouts/finished"] == 8 and row["rollouts/failed"] == 0, json.dumps(row)
+    kept = sorted((tmp_path / "run" / "rollouts").glob("*/harness.log"))
+    assert len(kept) >= 8 and all("mini-swe-agent" in one.read_text() for one in kept)
