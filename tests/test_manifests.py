@@ -48,7 +48,7 @@ from lightning_ray.rollouts import sandbox
 from lightning_ray.rollouts.pods import manifest
 from lightning_ray.rollouts.pods.manifest import Frame, Room
 from lightning_ray.rollouts.pods.template import JobTemplate, Names
-from lightning_ray.run import command
+from lightning_ray.run import command, evaluation
 from lightning_ray.tasks import models
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -412,13 +412,14 @@ def test_the_run_directory_is_on_the_claim_at_the_same_path_everywhere() -> None
     for name in ("headgroup", "gpu"):
         assert mounts(groups()[name])["/runs"]["name"] == "runs"
     assert run_dir.startswith("/runs/")
-    # A harness's pod has the rollouts' folder of this run, at its path, and no more of the claim.
+    # A harness's pod has the rollouts' folders of this run and of its evaluations, at their paths,
+    # and no more of the claim.
     theirs = [m for m in mounts(groups()["rollout"]).values() if m["name"] == "runs"]
-    rollouts = f"{run_dir}/rollouts"
-    assert [m["mountPath"] for m in theirs] == [rollouts]
-    assert theirs[0]["subPath"] == rollouts.removeprefix("/runs/")
+    folders = [f"{run_dir}/rollouts", f"{run_dir}/{evaluation.FOLDER}/rollouts"]
+    assert [m["mountPath"] for m in theirs] == folders
+    assert [m["subPath"] for m in theirs] == [f.removeprefix("/runs/") for f in folders]
     (made,) = groups()["headgroup"]["template"]["spec"]["initContainers"]
-    assert made["command"][-1] == rollouts
+    assert made["command"] == ["mkdir", "-p", *folders]
     assert find("PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
 
 

@@ -87,8 +87,9 @@ def _needed(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
 def _libraries(binaries: Iterable[str | Path]) -> set[str]:
     told = subprocess.run(["ldd", *map(str, binaries)], capture_output=True, text=True).stdout
     known = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
-    # What compiled packages of a harness want.
-    wanted = re.findall(r"lib(?:gcc_s|stdc\+\+)\.so\.\d+ \(libc6,x86-64\) => (\S+)", known)
+    # What compiled packages of a harness want: the C and C++ libraries in all their parts.
+    parts = r"lib(?:gcc_s|stdc\+\+|c|m|dl|rt|util|pthread|resolv)\.so\.\d+"
+    wanted = re.findall(rf"{parts} \(libc6,[^)]*\) => (\S+)", known)
     return {*re.findall(r"(?:=> |^\t)(/\S+) \(0x", told, re.M), *wanted}
 
 
