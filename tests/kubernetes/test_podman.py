@@ -373,4 +373,4 @@ spec:
     [row] = metrics.read(tmp_path / "run")
     assert row["rollouts/finished"] == 8 and row["rollouts/failed"] == 0, json.dumps(row)
     kept = sorted((tmp_path / "run" / "rollouts").glob("*/harness.log"))
-    assert len(kept) >= 8 and all("mini-swe-agent" in one.read_text() for one in kept)
+    assert len(kept) >= 8 and all("Saved trajectory" in one.read_text() for one in kept)
