@@ -104,7 +104,7 @@ def test_an_engine_that_does_not_start_is_a_loss_only_after_another_loss(tmp_pat
         def __init__(self, *_: object) -> None:
             pass
 
-        def execute(self) -> None:
+        def execute(self, *, goes_on: bool) -> None:
             if end := ends.pop(0):
                 raise end
 

@@ -129,7 +129,7 @@ def _until_done(config: RunConfig, model_dir: Path, console: Console) -> Results
     while True:
         run = Run(config, model_dir, console, lacks, device)
         try:
-            return run.execute()
+            return run.execute(goes_on=lost < config.run.restarts)
         except (ProcessLost, TrainerKilled, EngineStartError, PlacementError) as error:
             if isinstance(error, EngineStartError | PlacementError) and not lost:
                 raise  # the configuration; after a loss it may be a node that is not back yet

@@ -29,11 +29,11 @@ from lightning_ray.run.cycle import Phase, Plan, Position
 from lightning_ray.run.ending import Results
 from lightning_ray.run.stack import Stack, with_counts
 from lightning_ray.run.sync import WeightSync
-from lightning_ray.run.waiting import RunError
+from lightning_ray.run.waiting import ProcessLost, RunError
 from lightning_ray.samples import batch, dataset, staleness
 from lightning_ray.samples.batch import Batch
 from lightning_ray.trainer import advantages
-from lightning_ray.trainer.trainer import Trainer
+from lightning_ray.trainer.trainer import Trainer, TrainerKilled
 
 
 class Run:
@@ -87,8 +87,9 @@ class Run:
         self._stack: Stack
         self._metrics: MetricsLog
 
-    def execute(self) -> Results:
-        """Runs to the end.
+    def execute(self, *, goes_on: bool = False) -> Results:
+        """Runs to the end. `goes_on`: another `Run` follows the loss of a process, so rollouts in
+        pods run on.
 
         Raises: ConfigError, RunError, TrainerDied, PlacementError, EngineStartError,
             GatewayStartError, StoreLocked: see there; the run directory is whole, and the same
@@ -96,6 +97,7 @@ class Run:
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         bundles: Bundles | None = None
+        lost = False
         self._stack = Stack(self._config, self._model_dir, self.run_dir, self._say)
         self._collection = Collection(
             self._config, self._train, self._stack, self._estimator, self._say
@@ -123,9 +125,12 @@ class Run:
                 self._do(self._position)
             self._checkpoints.settle()
             return ending.keep_model(self.run_dir, self._checkpoints)
+        except (ProcessLost, TrainerKilled):
+            lost = True
+            raise
         finally:
             self._show("stopping")
-            self._stack.stop()
+            self._stack.stop(leave=lost and goes_on)
             if bundles is not None:
                 bundles.remove()
 

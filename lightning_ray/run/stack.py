@@ -353,10 +353,12 @@ class Stack:
             self._say(f"store: cut off the unfinished write of a crash, which is kept in {path}")
         self._trouble, self._torn = trouble, torn
 
-    def stop(self) -> None:
+    def stop(self, *, leave: bool = False) -> None:
         """Ends harnesses, gateway, engines and the store, in this order; what is gone already, or
-        does not answer, is killed."""
-        if self._controller is not None:
+        does not answer, is killed. With `leave`, pods run on, for who starts the run again."""
+        if self._controller is not None and leave and self.config.rollout.launcher != "local":
+            ray.kill(self._controller)
+        elif self._controller is not None:
             left = _end(self._controller, self._controller.shutdown.remote())
             if left:
                 self._say(f"pods: {left}")

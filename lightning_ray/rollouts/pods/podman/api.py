@@ -30,7 +30,7 @@ from lightning_ray.rollouts.pods.podman.making import Made, Maker
 from lightning_ray.rollouts.pods.reconcile import Kind
 
 _MAKERS = 4  # containers that are being made at a time
-_LOOK_S = 0.5  # between two looks at what there is
+_LOOK_S = 1.0  # between two looks at what there is
 _WATCH_S = 300.0
 
 _Seen = dict[Kind, dict[str, Json]]  # objects by uid
