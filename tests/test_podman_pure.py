@@ -19,6 +19,7 @@ from kubernetes.client import ApiException
 from lightning_ray.config import ConfigError, load
 from lightning_ray.records import Json, Outcome, Task
 from lightning_ray.rollouts.pods import manifest
+from lightning_ray.rollouts.pods.api import OUTAGE
 from lightning_ray.rollouts.pods.manifest import AGENT, Frame, Room
 from lightning_ray.rollouts.pods.outcomes import Patience, finished, standing
 from lightning_ray.rollouts.pods.podman import command, containers, way
@@ -126,6 +127,9 @@ spec:
     [
         ("hostNetwork: true", "", 6, "no share in the machine's"),
         ("volumes: [{name: x, nfs: {server: a, path: b, readOnly: true}}]", "", 6, "emptyDir and"),
+        ("runtimeClassName: gvisor", "", 6, "from its own settings"),
+        ("hostUsers: false", "", 6, "from its own settings"),
+        ("", "volumeMounts: [{name: x, mountPath: /x}]", 10, "there is no volume x"),
         ("", "envFrom: [{configMapRef: {name: x}}]", 10, "write env"),
         (
             "",
@@ -185,8 +189,9 @@ SAID = json.dumps({"ended_by": "exit", "status": 0, "error": "", "seconds": 1.0}
         (1, True, SAID.replace("exit", "memory"), Outcome.OUT_OF_MEMORY),
         (137, True, "", Outcome.OUT_OF_MEMORY),
         (137, False, "", Outcome.HARNESS_ERROR),
-        (0, False, "", Outcome.NODE_LOST),  # the machine was started again
-        (255, False, "", Outcome.HARNESS_ERROR),  # it could not write it, see `entry.py`
+        # There was no space for its message, see `entry.py`.
+        (0, False, "", Outcome.COMPLETED),
+        (255, False, "", Outcome.HARNESS_ERROR),
         (1, False, "Traceback\nOSError: no gateway", Outcome.LAUNCH_FAULT),
     ],
 )
@@ -198,12 +203,53 @@ def test_each_end_means_what_it_means_in_a_pod(code, oom, message, outcome):
         "lightning-ray/role": "agent",
     }
     listed = {"Names": ["lr-a"], "Labels": labels, "State": "exited", "ExitCode": code}
-    ended = containers.ended({"ExitCode": code, "OOMKilled": oom}, message)
+    state = {"ExitCode": code, "OOMKilled": oom, "FinishedAt": "2026-12-01T14:00:00Z"}
+    ended = containers.ended(state, message)
     found = containers.job_of(listed)
     pod = containers.pod(found["metadata"], {"terminated": ended})
     assert finished(found) and pod["metadata"]["labels"]["job-name"] == "lr-a"
     end = standing(found, [pod], Patience(900, 120)).end
     assert end is not None and end.outcome is outcome, end
+
+
+def test_after_a_restart_of_the_machine_its_attempts_are_lost():
+    state = {"ExitCode": 0, "OOMKilled": False, "FinishedAt": "0001-01-01T00:00:00Z"}
+    assert containers.ended(state, "") == containers.UNKNOWN
+    assert containers.ended(state, SAID)["exitCode"] == 0  # it had ended before
+    job = {"name": "lr-a", "uid": "u", "labels": {}}
+    pod = containers.pod(job, {"terminated": containers.UNKNOWN})
+    end = standing({"metadata": job, "status": {}}, [pod], Patience(900, 120)).end
+    assert end is not None and end.outcome is Outcome.NODE_LOST
+
+
+def test_a_job_that_is_complete_waits_for_its_pods_own_words():
+    """They come by another list: it may have ended by its limit of disk."""
+    job = {"metadata": {}, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+    named = {"name": "lr-a", "uid": "u", "labels": {}}
+    running = containers.pod(named, {"running": {}})
+    how = standing(job, [running], Patience(900, 120))
+    assert (how.end, how.then, how.patience_s) == (None, Outcome.COMPLETED, 200.0)
+    message = SAID.replace("exit", "disk")
+    ended = containers.pod(named, {"terminated": {"exitCode": 0, "message": message}})
+    end = standing(job, [ended], Patience(900, 120)).end
+    assert end is not None and end.outcome is Outcome.OUTPUT_LIMIT
+
+
+def test_no_more_of_a_message_is_read_than_kubernetes_keeps(folder):
+    folder.make_job("lr-a")
+    path = folder.job("lr-a") / "termination-log"
+    path.write_text("x" * 10)
+    os.truncate(path, 1 << 40)
+    assert len(folder.message("lr-a")) == 4096
+
+
+def test_a_podman_that_does_not_answer_is_an_outage(tmp_path, monkeypatch):
+    program = tmp_path / "podman"
+    program.write_text("#!/bin/sh\nexec sleep 5\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(OUTAGE, match="podman ps: no answer within 0.2 s"):
+        command.podman("ps", timeout_s=0.2)
 
 
 def test_a_missing_or_old_podman_is_said_at_the_start(tmp_path, monkeypatch):
@@ -308,6 +354,10 @@ def test_one_container_cannot_take_all_connections(folder, gateway, monkeypatch)
         first = [await asyncio.open_unix_connection(path) for _ in range(2)]
         await asyncio.sleep(0.2)
         reader, writer = await asyncio.open_unix_connection(path)
+        await asyncio.open_unix_connection(path)
+        # As many wait; what is more is not held open.
+        more, _ = await asyncio.open_unix_connection(path)
+        assert await asyncio.wait_for(more.read(), 5) == b""
         writer.write(b"third\n")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.read(), 0.5)

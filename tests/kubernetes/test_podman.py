@@ -339,6 +339,7 @@ def test_tasks_with_images_are_mended_and_judged_in_them_by_the_documented_templ
 
 
 def test_a_run_trains_on_rollouts_of_the_real_harness_in_containers(image, tmp_path) -> None:
+    """A trainer rank is killed on the way: the run goes on, and so do the containers."""
     venv = installation.install(harness.load("mini-swe-agent"))
     job = tmp_path / "job.yaml"
     job.write_text(f"""
@@ -357,7 +358,7 @@ spec:
     run = runs.start(
         tmp_path / "run",
         log,
-        "run.steps=1",
+        "run.steps=2",
         "rollout.launcher=podman",
         f"kubernetes.image={image}",
         f"kubernetes.template={job}",
@@ -365,12 +366,21 @@ spec:
         "gateway.port=8798",
     )
     try:
+        runs.wait_for(run, log, lambda: " 4 running" in log.read_text())
+        runs.process_of(run.pid, "ray::PolicyWorker").kill()
         assert run.wait(runs.PATIENCE) == 0, log.read_text()[-4000:]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(run.pid, signal.SIGKILL)
-    assert "podman: rollouts are containers of podman on" in log.read_text()
-    [row] = metrics.read(tmp_path / "run")
-    assert row["rollouts/finished"] == 8 and row["rollouts/failed"] == 0, json.dumps(row)
+    said = log.read_text()
+    assert "podman: rollouts are containers of podman on" in said
+    assert "going on from the last checkpoint, try 1" in said
+    assert "in pods since the run was stopped" in said
+    rows = metrics.read(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["rollouts/finished"] == 8 and row["rollouts/failed"] == 0, json.dumps(row)
+    left = ["podman", "ps", "--all", "--quiet", "--filter", "label=lightning-ray/run"]
+    assert subprocess.check_output(left) == b""
     kept = sorted((tmp_path / "run" / "rollouts").glob("*/harness.log"))
     assert len(kept) >= 8 and all("Saved trajectory" in one.read_text() for one in kept)

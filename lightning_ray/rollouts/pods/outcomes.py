@@ -105,6 +105,10 @@ def standing(job: Json | None, pods: Sequence[Json], patience: Patience) -> Stan
         reason = f"{failed.get('reason')}: {failed.get('message')}"
         then = Outcome.NODE_LOST if pod is None else Outcome.LAUNCH_FAULT
         return Standing(None, False, f"its Job failed, {reason}", patience.words_s, then)
+    if _condition(job, "Complete") and pod is not None:
+        # Its pod's own words are on their way: they may say more.
+        done = Outcome.COMPLETED
+        return Standing(None, False, "its Job is complete", patience.words_s, done)
     if _condition(job, "Complete"):
         return _ended(Outcome.COMPLETED, "its Job is complete")
     if pod is None:

@@ -1,7 +1,7 @@
 """podman on this machine, asked what the API of Kubernetes is asked. Blocking.
 
-A Job is one container (`containers.py`). The threads of a small pool make it (`making.py`); from
-then on it is podman's to keep, and until then the Job is known to this process only. Lists and
+A Job is one container (`containers.py`). A thread makes it (`making.py`); from then on it is
+podman's to keep, and until then the Job is known to this process only. Lists and
 watches are looks at `podman ps`.
 
 Invariants: a container outlives this process, with what a later one needs in its labels; nothing of
@@ -16,20 +16,19 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from kubernetes.client import ApiException
 
 from lightning_ray.records import Json
 from lightning_ray.rollouts.pods import manifest
 from lightning_ray.rollouts.pods.podman import command, containers
-from lightning_ray.rollouts.pods.podman.command import FAILS, podman, sure
+from lightning_ray.rollouts.pods.podman.command import podman, sure
 from lightning_ray.rollouts.pods.podman.folder import Folder
 from lightning_ray.rollouts.pods.podman.making import Made, Maker
 from lightning_ray.rollouts.pods.reconcile import Kind
 
-_MAKERS = 4  # containers that are being made at a time
 _LOOK_S = 1.0  # between two looks at what there is
 _WATCH_S = 300.0
 
@@ -51,7 +50,6 @@ class Podman:
         self._label = f"label={manifest.RUN_LABEL}={run_id}"
         self._folder = Folder(run_id)
         self._maker = Maker(run_id, self._folder)
-        self._makers = ThreadPoolExecutor(_MAKERS, thread_name_prefix="podman")
         self._lock = threading.Lock()
         self._making: dict[str, Made] = {}  # by name
         self._ends: dict[str, Json] = {}  # by uid
@@ -102,7 +100,7 @@ class Podman:
             if made is None or made.begun:
                 return
             made.begun = True
-        self._makers.submit(self._make, name, made, secret["stringData"])
+        _spawn(self._make, name, made, secret["stringData"])
 
     def delete_job(self, name: str, uid: str) -> None:
         """Removes the Job's container and what belongs to it; a namesake is left alone."""
@@ -141,7 +139,7 @@ class Podman:
             self._maker.sweep(kept)
             self._swept = True
         labels = dict(label.split("=", 1) for label in selector.split(","))
-        self._told[kind] = self._look()[kind]
+        self._told[kind] = self._look(0.0)[kind]
         every = self._told[kind].values()
         return [o for o in every if labels.items() <= o["metadata"]["labels"].items()], "1"
 
@@ -171,8 +169,10 @@ class Podman:
     def close(self) -> None:
         """Ends what this process began. Containers that are left stay, and keep their way out."""
         self._closed.set()
-        self._makers.shutdown(wait=False, cancel_futures=True)
-        with contextlib.suppress(*FAILS):
+        with self._lock:
+            for made in self._making.values():
+                made.gone.set()
+        with contextlib.suppress(OSError):
             left = {one["Names"][0] for one in self._containers()}
             self._maker.sweep(left)
             if not left:
@@ -185,31 +185,38 @@ class Podman:
     # -------------------------------------------------------------------------------------------
 
     def _make(self, name: str, made: Made, secret: Mapping[str, str]) -> None:
-        with contextlib.suppress(*FAILS):  # what could not be removed now: the next look's matter
+        with contextlib.suppress(OSError):  # what could not be removed now: the next sweep's matter
             if self._maker.make(made, secret):
                 with self._lock:
                     self._making.pop(name, None)
 
-    def _look(self) -> _Seen:
-        """Everything, as of a moment ago at most."""
+    def _look(self, oldest_s: float = _LOOK_S * 0.8) -> _Seen:
+        """Everything, as of `oldest_s` ago at most."""
+        asked_at = time.monotonic()
         with self._lock:
-            if time.monotonic() - self._seen_at < _LOOK_S * 0.8:
+            if asked_at - self._seen_at < oldest_s or self._seen_at > asked_at:
                 return self._seen
+            began = time.monotonic()
             jobs, pods = dict[str, Json](), dict[str, Json]()
             for container in self._containers():
                 job = containers.job_of(container)
-                if not self._over(container):
-                    uid = job["metadata"]["uid"]
-                    jobs[uid] = job
-                    pods[uid] = containers.pod(job["metadata"], self._state(container))
+                uid = job["metadata"]["uid"]
+                try:
+                    state = self._state(container)
+                except OSError:  # it is being removed, or busy: as it was
+                    state = {"running": {}}
+                jobs[uid], pods[uid] = job, containers.pod(job["metadata"], state)
+                if _over(container) and uid not in self._removed:
+                    self._removed.add(uid)
+                    _spawn(self._remove, container["Names"][0], uid)
             for made in self._making.values():
                 jobs[made.uid], pods[made.uid] = made.noted, made.pod
             for uid in self._seen["jobs"].keys() - jobs.keys() - self._removed:
                 # Somebody removed it: what belonged to it is left.
-                self._makers.submit(self._maker.remove, self._seen["jobs"][uid]["metadata"]["name"])
+                _spawn(self._remove, self._seen["jobs"][uid]["metadata"]["name"], uid)
             self._ends = {uid: end for uid, end in self._ends.items() if uid in jobs}
             self._removed &= jobs.keys()
-            self._seen, self._seen_at = {"jobs": jobs, "pods": pods}, time.monotonic()
+            self._seen, self._seen_at = {"jobs": jobs, "pods": pods}, began
             self._folder.keep_way()
             return self._seen
 
@@ -223,20 +230,34 @@ class Podman:
         if container["State"] in ("running", "paused", "stopping"):
             return {"running": {}}
         if container["State"] not in containers.ENDED:
+            if container.get("StartedAt", 0) > 0:  # the machine was started again
+                return {"terminated": containers.UNKNOWN}
             return {"waiting": {"reason": "ContainerCreating"}}
         uid, name = container["Labels"][containers.UID_LABEL], container["Names"][0]
         if uid not in self._ends:
             inspected = json.loads(sure(podman("container", "inspect", name)).stdout)[0]
             message = self._folder.message(name)
+            if not message and 0 < inspected["State"]["ExitCode"] < 128:
+                # It had no order yet: else our program leaves one, or ends with 0 or 255.
+                message = "\n".join(podman("logs", "--tail=5", name).stderr.splitlines()[-5:])
             self._ends[uid] = {"terminated": containers.ended(inspected["State"], message)}
         return self._ends[uid]
 
-    def _over(self, container: Json) -> bool:
-        """Whether an ended container has been kept long enough; then it is removed."""
-        kept_s = time.time() - (container.get("ExitedAt") or 0)
-        over = container["State"] in containers.ENDED and kept_s > int(
-            container["Labels"][containers.TTL_LABEL]
-        )
-        if over:
-            self._maker.remove(container["Names"][0])
-        return over
+    def _remove(self, name: str, uid: str) -> None:
+        try:
+            self._maker.remove(name)
+        except OSError:
+            with self._lock:
+                self._removed.discard(uid)
+
+
+def _over(container: Json) -> bool:
+    """Whether an ended container has been kept long enough."""
+    ended_at = container.get("ExitedAt") or 0
+    keep_s = int(container["Labels"][containers.TTL_LABEL])
+    return container["State"] in containers.ENDED and 0 < ended_at < time.time() - keep_s
+
+
+def _spawn(work: Callable[..., None], *args: Any) -> None:
+    """In a thread that holds up nobody's end."""
+    threading.Thread(target=work, args=args, name="podman", daemon=True).start()

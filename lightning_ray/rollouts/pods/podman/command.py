@@ -11,10 +11,8 @@ from pathlib import Path
 
 from lightning_ray.config import ConfigError
 
-# What a command may raise, where podman does not answer or says that it cannot.
-FAILS = (OSError, subprocess.SubprocessError)
 _OLDEST = (4, 0)
-_ANSWER_S = 60.0  # for any command but those that wait for an image or a program
+_ANSWER_S = 60.0  # for any command but those that wait for an image, a program or a disk
 
 Done = subprocess.CompletedProcess[str]
 
@@ -25,17 +23,24 @@ def podman(
     cwd: Path | None = None,
     timeout_s: float | None = _ANSWER_S,
 ) -> Done:
-    """Runs a command to its end, with the variables `env` besides ours."""
-    return subprocess.run(
-        ["podman", *argv],
-        env={**os.environ, **(env or {})},
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=timeout_s,
-    )
+    """Runs a command to its end, with the variables `env` besides ours.
+
+    Raises:
+        OSError: there is no podman, or it did not answer in time.
+    """
+    try:
+        return subprocess.run(
+            ["podman", *argv],
+            env={**os.environ, **(env or {})},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+        )
+    except subprocess.SubprocessError as error:
+        raise OSError(f"podman {argv[0]}: no answer within {timeout_s:g} s") from error
 
 
 def sure(done: Done) -> Done:
@@ -50,7 +55,7 @@ def check() -> None:
     try:
         said = sure(podman("version", "--format={{.Client.Version}}")).stdout.strip()
         version = tuple(int(part) for part in said.split(".")[:2])
-    except (*FAILS, ValueError) as error:
+    except (OSError, ValueError) as error:
         why = "it is not installed" if isinstance(error, FileNotFoundError) else error
         raise ConfigError(
             f"rollout.launcher=podman: podman does not work on this machine: {why}"
@@ -62,5 +67,5 @@ def check() -> None:
 def unlimited() -> list[str]:
     """Which limits of containers do not hold on this machine, as far as podman says."""
     said = podman("info", "--format={{json .Host.CgroupControllers}}")
-    has = json.loads(said.stdout or "null") if not said.returncode else None
-    return [name for name in ("memory", "cpu", "pids") if has and name not in has]
+    has: list[str] | None = json.loads(said.stdout or "[]") or [] if not said.returncode else None
+    return [name for name in ("memory", "cpu", "pids") if has is not None and name not in has]

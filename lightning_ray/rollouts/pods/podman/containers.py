@@ -79,6 +79,9 @@ _CONTEXT_FIELDS = frozenset(
     }
 )
 _VOLUMES = frozenset({"emptyDir", "hostPath"})
+_NEVER = "0001-01-01"  # Go's zero time
+# The machine went down, and podman knows no more.
+UNKNOWN: Json = {"exitCode": 255, "reason": "ContainerStatusUnknown", "message": ""}
 ENDED = frozenset({"exited", "stopped", "dead"})  # states of `podman ps`
 
 
@@ -90,10 +93,19 @@ def faults(job: Json) -> Iterator[tuple[str, str]]:
     for field in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.get(field):
             yield f"{_POD}.{field}", "under podman a rollout has no share in the machine's"
+    for field in ("runtimeClassName", "hostUsers"):
+        if field in pod:
+            yield f"{_POD}.{field}", "podman has it from its own settings (containers.conf)"
     for number, volume in enumerate(pod.get("volumes", [])):
         if not volume.keys() - {"name"} <= _VOLUMES:
             yield f"{_POD}.volumes[{number}]", "podman has the volumes emptyDir and hostPath only"
+    names = {volume["name"] for volume in pod.get("volumes", [])}
     for at, container in _containers(pod):
+        for number, mount in enumerate(_mounts(container)):
+            if mount["name"] not in names:
+                yield f"{at}.volumeMounts[{number}]", f"there is no volume {mount['name']}"
+        if container.get("restartPolicy", "Never") != "Never":
+            yield f"{at}.restartPolicy", "podman runs an init container once, to its end"
         if "envFrom" in container:
             yield f"{at}.envFrom", "podman has no ConfigMaps and Secrets: write env"
         for number, one in enumerate(container.get("env", [])):
@@ -274,13 +286,13 @@ def pod(job: Json, state: Json, inits: Sequence[Json] = ()) -> Json:
 
 
 def ended(state: Json, message: str) -> Json:
-    """How a container ended, from the `State` of `podman inspect` and its termination message."""
+    """How a container ended, from the `State` of `podman inspect` and its termination message, or
+    the last it wrote if it left none."""
     code: int = state["ExitCode"]
     if state["OOMKilled"] and not message:
         return {"exitCode": code or 137, "reason": "OOMKilled", "message": ""}
-    if not message and code <= 128:
-        # Our program always leaves one: the machine went down, and podman knows no more.
-        return {"exitCode": 255, "reason": "ContainerStatusUnknown", "message": ""}
+    if not message and state["FinishedAt"].startswith(_NEVER):
+        return UNKNOWN
     return {"exitCode": code, "reason": "Error" if code else "Completed", "message": message}
 
 

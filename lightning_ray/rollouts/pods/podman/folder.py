@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from lightning_ray.config import ConfigError
 from lightning_ray.rollouts.pods.podman import way
 
+_MOST_MESSAGE = 4096  # bytes, as in Kubernetes
 _START_S = 20.0  # for who carries bytes to begin, on a machine that is busy
 
 
@@ -43,7 +44,8 @@ class Folder:
     def message(self, name: str) -> str:
         """The termination message of a container; empty if it has none."""
         try:
-            return (self.job(name) / "termination-log").read_text(errors="replace")
+            with (self.job(name) / "termination-log").open("rb") as file:
+                return file.read(_MOST_MESSAGE).decode(errors="replace")  # whatever is behind it
         except OSError:
             return ""
 
@@ -120,7 +122,12 @@ class Folder:
         )
 
     def _carries(self) -> bool:
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            probe.connect(str(self.path / way.SOCKET))
-            return True
-        return False
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(str(self.path / way.SOCKET))
+            except (TimeoutError, BlockingIOError):
+                pass  # it is there, and busy
+            except OSError:
+                return False
+        return True

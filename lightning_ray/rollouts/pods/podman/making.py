@@ -7,6 +7,7 @@ nobody wants any more is not left, however far it was.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import threading
 from collections import defaultdict
@@ -17,14 +18,17 @@ from pathlib import Path
 from lightning_ray.records import Json
 from lightning_ray.rollouts.pods import manifest
 from lightning_ray.rollouts.pods.podman import containers
-from lightning_ray.rollouts.pods.podman.command import FAILS, Done, podman, sure
+from lightning_ray.rollouts.pods.podman.command import Done, podman, sure
 from lightning_ray.rollouts.pods.podman.containers import Making
 from lightning_ray.rollouts.pods.podman.folder import Folder
 
 _AGAIN_S = 5.0
+_REMOVE_S = 1800.0  # an agent may have left millions of files
 _JOB_LABEL = "lightning-ray/job"  # of volumes
 # Statuses of `podman run`: its own fault; a program that cannot be executed, or is not there.
 _OWN_FAULT, _NO_PROGRAM = 125, (126, 127)
+_NOT_THERE = re.compile("executable file|exec format|no such file", re.I)
+_AT_A_TIME = 4  # containers that are being started: each is work for a core
 
 
 class _NotYet(Exception):
@@ -64,6 +68,7 @@ class Maker:
     def __init__(self, run_id: str, folder: Folder) -> None:
         self._label, self._folder = f"{manifest.RUN_LABEL}={run_id}", folder
         self._pulling: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._starting = threading.Semaphore(_AT_A_TIME)
 
     def make(self, made: Made, secret: Mapping[str, str]) -> bool:
         """Makes a container, however often it takes. Returns whether it is there: else nobody wants
@@ -75,8 +80,9 @@ class Maker:
                 over = "terminated" in made.state
             except _NotYet as error:
                 made.state = error.state
-            except FAILS as error:
-                made.state = _NotYet("CreateContainerError", f"podman: {error}").state
+            except Exception as error:  # a thread that ends would leave its Job waiting
+                said = f"podman: {type(error).__name__}: {error}"
+                made.state = _NotYet("CreateContainerError", said).state
             if not (there or over):
                 made.gone.wait(_AGAIN_S)
         if made.gone.is_set():
@@ -96,16 +102,19 @@ class Maker:
             if done.returncode and "already exists" not in done.stderr:
                 raise _NotYet("CreateContainerError", done.stderr)
         for called, init in making.inits():
-            done = self._run(folder, init)
             if made.gone.is_set():
                 return False
+            done = self._run(folder, init)
             if done.returncode:
                 ended = {"exitCode": done.returncode, "message": done.stdout + done.stderr}
                 made.init_statuses = [{"name": called, "state": {"terminated": ended}}]
                 made.state = {"terminated": {"exitCode": done.returncode}}
                 return False
         argv_of_main, told = making.main()
-        done = self._run(folder, argv_of_main, told)
+        with self._starting:
+            if made.gone.is_set():
+                return False
+            done = self._run(folder, argv_of_main, told)
         if done.returncode in _NO_PROGRAM:
             ended = {"exitCode": 128, "reason": "StartError", "message": done.stderr}
             made.state = {"terminated": ended}
@@ -119,7 +128,9 @@ class Maker:
             _NotYet: podman could not make it.
         """
         done = podman("run", *argv, env=env, cwd=folder, timeout_s=None)
-        if done.returncode == _OWN_FAULT:
+        # Other faults of the runtime have the same statuses as a program that is not there.
+        silent = done.returncode in _NO_PROGRAM and not _NOT_THERE.search(done.stderr)
+        if done.returncode == _OWN_FAULT or (silent and "--detach" in argv):
             name = next(one for one in argv if one.startswith("--name=")).partition("=")[2]
             podman("rm", "--force", "--ignore", name)
             raise _NotYet("CreateContainerError", done.stderr)
@@ -140,15 +151,17 @@ class Maker:
         """Removes the container of a Job, and all that was made for it.
 
         Raises:
-            FAILS: podman did not do it.
+            OSError: podman did not do it.
         """
         inits = f"label={containers.INIT_LABEL}={name}"
         found = podman("ps", "--all", "--quiet", "--filter", inits).stdout.split()
         for container in (name, *found):
-            sure(podman("rm", "--force", "--ignore", "--time=0", "--volumes", container))
-        volumes = ("volume", "ls", "--quiet", "--filter", f"label={_JOB_LABEL}={name}")
-        for volume in podman(*volumes).stdout.split():
-            done = podman("volume", "rm", "--force", volume)
+            argv = ("--force", "--ignore", "--time=0", "--volumes", container)
+            sure(podman("rm", *argv, timeout_s=_REMOVE_S))
+        # By its name, which has a digest: `podman run` makes one that was removed without labels.
+        found = podman("volume", "ls", "--quiet", "--filter", f"name={name}-").stdout.split()
+        for volume in found:
+            done = podman("volume", "rm", "--force", volume, timeout_s=_REMOVE_S)
             if "no such volume" not in done.stderr:  # another thread is at it
                 sure(done)
         self._folder.remove_job(name)

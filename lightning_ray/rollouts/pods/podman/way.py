@@ -9,7 +9,7 @@ that is killed, and no harness notices.
 
 Standard library only, for any Python from 3.8: the inner end runs in the user's own image.
 Invariants: whoever is inside chooses no address; a container holds `CONNECTIONS` connections at a
-time, further ones wait; the inner end knows no key.
+time, as many wait, and further ones are closed; the inner end knows no key.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ LEASE_S = 1200.0
 PATIENCE_S = 60.0  # of the inner end, while the outer one is started again
 ADDRESS, SOCKET = "address", "way/gateway"
 _CHUNK = 1 << 16
+_NS_GET_PARENT = 0xB702  # ioctl_ns(2)
 _PEER = struct.Struct("iII")  # SO_PEERCRED: pid, uid, gid
 
 # Before our own program in a container (its first process, which goes through the socket itself and
@@ -48,7 +49,9 @@ door.listen(64)
 subprocess.Popen(
     [sys.executable, "-I", "-c", {program!r}, "inside", str(door.fileno()), {socket!r}],
     env={{n: t for n, t in os.environ.items() if not n.startswith("LIGHTNING_RAY_")}},
-    stdin=subprocess.DEVNULL, pass_fds=[door.fileno()], start_new_session=True,
+    # Others of its user may open what it has open.
+    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    pass_fds=[door.fileno()], start_new_session=True,
 )
 door.close()
 """
@@ -84,16 +87,25 @@ async def inside(door: socket.socket, way: str) -> None:
 async def outside(folder: str) -> None:
     """Carries what connects to the folder's socket to the address that its file names."""
     address = os.path.join(folder, ADDRESS)
-    places: dict[object, asyncio.Semaphore] = collections.defaultdict(
+    places: dict[int, asyncio.Semaphore] = collections.defaultdict(
         lambda: asyncio.Semaphore(CONNECTIONS)
     )
+    here: collections.Counter[int] = collections.Counter()
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ValueError):
-            async with places[whose(writer.get_extra_info("socket"))]:
-                with open(address) as file:
-                    host, _, port = file.read().strip().rpartition(":")
-                await join((reader, writer), await asyncio.open_connection(host, int(port)))
+            container = whose(writer.get_extra_info("socket"))
+            here[container] += 1
+            try:
+                if here[container] <= 2 * CONNECTIONS:
+                    async with places[container]:
+                        with open(address) as file:
+                            host, _, port = file.read().strip().rpartition(":")
+                        await join((reader, writer), await asyncio.open_connection(host, int(port)))
+            finally:
+                here[container] -= 1
+                if not here[container]:
+                    del here[container], places[container]
         writer.close()
 
     path = os.path.join(folder, SOCKET)
@@ -107,10 +119,24 @@ async def outside(folder: str) -> None:
     server.close()
 
 
-def whose(connection: socket.socket) -> object:
-    """What the connections of one container have in common: its process namespace."""
+def whose(connection: socket.socket) -> int:
+    """What the connections of one container have in common: its process namespace, in which others
+    may be that it has made."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return os.stat(f"/proc/{_PEER.unpack(peer)[0]}/ns/pid").st_ino
+    ours = os.stat("/proc/self/ns/pid").st_ino
+    space = os.open(f"/proc/{_PEER.unpack(peer)[0]}/ns/pid", os.O_RDONLY)
+    found = os.fstat(space).st_ino
+    try:
+        while found != ours:
+            above = fcntl.ioctl(space, _NS_GET_PARENT)
+            os.close(space)
+            space = above
+            if os.fstat(space).st_ino == ours:
+                break
+            found = os.fstat(space).st_ino
+    finally:
+        os.close(space)
+    return found
 
 
 async def join(one: Pair, other: Pair) -> None:
